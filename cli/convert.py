@@ -1,0 +1,44 @@
+"""`kvfold convert`: one sub-command for each kind of attention to convert to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from . import options
+from .output import print_report
+
+
+@click.group()
+def convert() -> None:
+    """Convert a checkpoint to a cheaper kind of attention."""
+
+
+@convert.command()
+@click.argument("src")
+@click.argument("out")
+@click.option("--kv-heads", type=int, required=True, help="KV heads of the result; 1 is MQA.")
+@click.option("--method", default="mean", show_default=True, help="How heads merge: mean, first or random.")
+@click.option("--seed", type=int, default=0, show_default=True, help="For methods that draw random numbers.")
+@click.option(
+    "--dtype", type=click.Choice(options.DTYPES), help="Of the result's weights.  [the source's own]"
+)
+@click.option("--max-shard-size", type=options.Size(), help="Such as 5GB.  [sharded as the source]")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at OUT, once the new one is whole.")
+@click.option("--dry-run", is_flag=True, help="Check and plan everything, write nothing.")
+@click.option("--no-hash", "hash", flag_value=False, default=True, help="Record no hashes in kvfold.json.")
+@options.revision
+@options.as_json
+def gqa(src: str, out: str, as_json: bool, **knobs: Any) -> None:
+    """Merge the KV heads of SRC into fewer, and write the result to OUT.
+
+    SRC is a checkpoint directory, a GGUF file, or a Hub id. OUT appears whole or not at all; stock
+    transformers loads it.
+    """
+    from ..common.progress import show_progress
+    from ..convert.gqa import convert_gqa
+
+    with show_progress("converting") as progress:
+        report = convert_gqa(src, out, progress=progress, **knobs)
+    print_report(report, as_json=as_json)

@@ -1,0 +1,29 @@
+"""`kvfold demo`: the story on the embedded model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from . import options
+from .output import print_report, print_table
+
+
+@click.command()
+@click.option(
+    "--out", type=click.Path(path_type=Path), help="Keep the converted checkpoints in this new directory."
+)
+@options.as_json
+def demo(out: Path | None, as_json: bool) -> None:
+    """Take the embedded model through inspect, convert and eval, without a network."""
+    from ..common.progress import show_progress
+    from ..recipes.demo import COLUMNS, NEXT_STEPS, run_demo
+
+    with show_progress("demo") as progress:
+        report = run_demo(out=out, progress=progress)
+    print_report(report, as_json=as_json, hide=["results"])
+    if not as_json:
+        print()
+        print_table(report.rows(), COLUMNS)
+        print(NEXT_STEPS.format(model=report.model))

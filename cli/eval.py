@@ -1,0 +1,51 @@
+"""`kvfold eval`: judge a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from . import options
+from .output import print_report
+
+
+@click.group("eval")
+def evaluate() -> None:
+    """Judge a model: perplexity, cache size."""
+
+
+@evaluate.command()
+@click.argument("model")
+@click.option("--text", multiple=True, required=True, help="A text file, or builtin; may be repeated.")
+@click.option("--window", type=int, help="Tokens a window.  [2048, or the model's context if smaller]")
+@click.option("--stride", type=int, help="Tokens between the starts of windows.  [no overlap]")
+@click.option("--max-windows", type=int, help="Score only the first so many windows.")
+@click.option("--batch-size", type=int, default=1, show_default=True, help="Does not change the result.")
+@click.option("--bos", is_flag=True, help="Put the tokenizer's BOS before every window.")
+@options.run_dtype
+@options.device
+@options.revision
+@options.as_json
+def ppl(model: str, as_json: bool, **knobs: Any) -> None:
+    """Measure the perplexity of MODEL, with the protocol that makes the figure comparable."""
+    from ..common.progress import show_progress
+    from ..eval.ppl import perplexity
+
+    with show_progress("scoring") as progress:
+        report = perplexity(model, progress=progress, **knobs)
+    print_report(report, as_json=as_json)
+
+
+@evaluate.command()
+@click.argument("model")
+@click.option("--context", type=int, help="Tokens of the sequence.  [512, or the model's context if smaller]")
+@options.run_dtype
+@options.device
+@options.revision
+@options.as_json
+def cache(model: str, as_json: bool, **knobs: Any) -> None:
+    """Size the key/value cache of MODEL: by formula, and measured after a forward pass."""
+    from ..eval.cache import cache_size
+
+    print_report(cache_size(model, **knobs), as_json=as_json)

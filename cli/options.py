@@ -1,0 +1,39 @@
+"""Options that several commands share, and the types of their values."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import click
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+class Size(click.ParamType):
+    """A number of bytes, such as 500000, 200MB or 2GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", value.strip().lower())
+        if not match:
+            self.fail(f"{value!r} is not a size; write 500000, 200MB or 2GiB", param, ctx)
+        return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object.")
+revision = click.option("--revision", help="Branch, tag or commit of a Hub id.")
+device = click.option(
+    "--device", default="auto", show_default=True, help="Where to run: cpu, cuda, cuda:1, mps."
+)
+run_dtype = click.option(
+    "--dtype",
+    type=click.Choice(("auto", "checkpoint", *DTYPES)),
+    default="auto",
+    show_default=True,
+    help="Run in this dtype; auto is float32 on a CPU and the checkpoint's own elsewhere.",
+)

@@ -1,0 +1,73 @@
+"""How a report reaches standard output: one JSON object, or a table for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def to_dict(report: Any) -> dict[str, Any]:
+    """A report as plain data; a dataclass's fields are the JSON keys."""
+    return dataclasses.asdict(report) if dataclasses.is_dataclass(report) else dict(report)
+
+
+def print_report(report: Any, *, as_json: bool, hide: Sequence[str] = ()) -> None:
+    """Print one report; `hide` names fields that the caller shows in another way."""
+    data = to_dict(report)
+    if as_json:
+        json.dump(data, sys.stdout, ensure_ascii=False, allow_nan=False)
+        print()
+        return
+    rows = [(key, _say(key, value)) for key, value in _flat(data).items() if key not in hide]
+    width = max(len(key) for key, _ in rows)
+    for key, value in rows:
+        print(f"{key:<{width}}  {value}")
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+    """Print rows under headings; `columns` maps each heading to a key of the rows. First column left."""
+    cells = [list(columns), *([_say(key, row[key]) for key in columns.values()] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    for line in cells:
+        head, *rest = (
+            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        )
+        print("  ".join([head, *rest]))
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _say(key: str, value: Any) -> str:
+    if value is None or (isinstance(value, list | tuple) and not value):
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    if isinstance(value, int) and "bytes" in key:
+        return f"{value:,}{_unit(value)}"
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)
+
+
+def _unit(count: int) -> str:
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        count_in_unit = count / 1024 ** (("KiB", "MiB", "GiB", "TiB").index(unit) + 1)
+        if 1 <= count_in_unit < 1024:
+            return f" ({count_in_unit:.2f} {unit})"
+    return ""

@@ -1,0 +1,164 @@
+"""Token losses of a causal language model, without ever holding the logits of a whole batch.
+
+Legend: B sequences, T positions, D hidden size, V vocabulary, n positions of one chunk.
+
+The base model runs once and gives hidden states [B, T, D]; the head then turns them into logits chunk by
+chunk. The head is the model's own class, run on a shell of the model whose base hands through what it is
+given. So biases, logit scales and soft caps apply as the class wrote them, with no table of families here.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .errors import CheckFailed, UserError
+from .progress import Progress
+from .windows import Window, batches
+
+# Logits held at a time by default. The fp32 copy of so many is 128 MiB.
+CHUNK_ELEMENTS = 2**25
+
+
+class _BaseOutput(tuple):
+    """What a head reads of its base model's output: the hidden states, and nothing under any other name."""
+
+    __slots__ = ()
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _PassThrough(nn.Module):
+    """A base model whose last hidden state is its input."""
+
+    @property
+    def decoder(self) -> _PassThrough:  # OPT calls `model.decoder`
+        return self
+
+    def forward(self, *_, inputs_embeds: Tensor, **__) -> _BaseOutput:
+        return _BaseOutput((inputs_embeds,))
+
+
+def hidden_states(model, input_ids: Tensor) -> Tensor:
+    """Last hidden states [B, T, D] of `input_ids` [B, T], as the head takes them.
+
+    Raises:
+        UserError: the class does not separate a base model from its head.
+    """
+    if model.base_model is model:
+        raise UserError(f"{type(model).__name__} has no head over a base model; load a causal language model")
+    return model.base_model(input_ids=input_ids, use_cache=False, return_dict=True).last_hidden_state
+
+
+def head_logits(model, hidden: Tensor) -> Tensor:
+    """Logits [B, n, V] of hidden states [B, n, D]: the class's own head with all that it does afterwards.
+
+    Gradients reach the head and `hidden`. The model itself is left untouched, so calls may nest.
+    """
+    shell = copy.copy(model)
+    shell.__dict__["_modules"] = model._modules | {model.base_model_prefix: _PassThrough()}
+    # The class's forward, since hooks that live on the instance would run the original instead of its shell.
+    return type(model).forward(shell, inputs_embeds=hidden, use_cache=False, return_dict=True).logits
+
+
+def logit_chunks(model, hidden: Tensor, chunk: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """Yield `(positions, logits [B, n, V])` over all positions of `hidden` [B, T, D], in order.
+
+    Args:
+        chunk: positions at a time; by default as many as keep to `CHUNK_ELEMENTS` logits.
+    """
+    if chunk is None:
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        chunk = max(1, CHUNK_ELEMENTS // (hidden.shape[0] * vocabulary))
+    for start in range(0, hidden.shape[1], chunk):
+        positions = slice(start, min(start + chunk, hidden.shape[1]))
+        yield positions, head_logits(model, hidden[:, positions])
+
+
+def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log-likelihoods [...] in nats of `targets` [...] under `logits` [..., V], in fp32 or fp64."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view_as(targets)
+
+
+def sequence_nll(model, input_ids: Tensor, *, first: int = 1, chunk: int | None = None) -> Tensor:
+    """Negative log-likelihoods [B, T - first] of the tokens `first:` of `input_ids` [B, T]; `first` >= 1."""
+    hidden = hidden_states(model, input_ids)[:, first - 1 : -1]  # position t predicts token t + 1
+    targets = input_ids[:, first:]
+    parts = [token_nll(logits, targets[:, part]) for part, logits in logit_chunks(model, hidden, chunk)]
+    return torch.cat(parts, dim=1)
+
+
+@contextmanager
+def evaluating(model) -> Iterator[None]:
+    """No gradients and no dropout inside; the model's mode is put back afterwards.
+
+    Not inference mode: a rotary table rebuilt inside it could not be trained through afterwards.
+    """
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def window_nll(
+    model,
+    ids: Sequence[int],
+    windows: Sequence[Window],
+    *,
+    bos_id: int | None = None,
+    batch_size: int = 1,
+    chunk: int | None = None,
+    progress: Progress | None = None,
+) -> list[float]:
+    """Summed negative log-likelihood, in nats, of the tokens that each window scores.
+
+    Args:
+        ids: the whole text.
+        windows: cut with `bos=True` exactly when `bos_id` is given.
+        batch_size: windows at a time; a matter of speed, not of the result.
+        progress: called with `(windows done, windows in all)` after every batch.
+
+    Raises:
+        UserError: an id lies outside the model's vocabulary.
+        CheckFailed: a loss is not finite.
+    """
+    ids = torch.as_tensor(ids)
+    rows = model.get_input_embeddings().weight.shape[0]
+    if (highest := max(int(ids.max()), bos_id or 0)) >= rows:
+        raise UserError(
+            f"token id {highest} lies beyond the model's {rows} embeddings; use the model's own tokenizer"
+        )
+    sums: list[float] = []
+    with evaluating(model):
+        for batch in batches(windows, batch_size):
+            tokens = torch.stack([ids[w.start : w.stop] for w in batch])
+            if bos_id is not None:
+                tokens = F.pad(tokens, (1, 0), value=bos_id)
+            first = tokens.shape[1] - batch[0].scored
+            nll = sequence_nll(model, tokens.to(model.device), first=first, chunk=chunk)
+            # Summed on the CPU, as not every accelerator has fp64.
+            for window, total in zip(batch, nll.cpu().double().sum(1).tolist(), strict=True):
+                if not math.isfinite(total):
+                    raise CheckFailed(
+                        f"the loss of tokens {window.first_scored}:{window.stop} is {total}; "
+                        "look for non-finite weights, or try a wider dtype"
+                    )
+                sums.append(total)
+            if progress:
+                progress(len(sums), len(windows))
+    return sums

@@ -1,0 +1,174 @@
+"""The weights of a checkpoint directory: which tensors there are, and their bytes one tensor at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..common.errors import UserError
+from .headers import FLOATS, TensorInfo, read_header, read_index
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX = "model.safetensors.index.json"
+_CHUNK = 4 << 20
+_LFS = b"version https://git-lfs"
+# In the order in which transformers looks; the second of each pair is the index of a sharded checkpoint.
+_FORMATS = (("model.safetensors", INDEX), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
+_BIN_DTYPES = {f"torch.{name}": dtype for dtype, name in FLOATS.items()} | {
+    "torch.int64": "I64", "torch.int32": "I32", "torch.int16": "I16", "torch.int8": "I8", "torch.uint8": "U8",
+    "torch.bool": "BOOL",
+}  # fmt: skip
+
+
+def torch_dtype(dtype: str) -> torch.dtype:
+    """The torch dtype for a safetensors dtype name of `FLOATS`."""
+    import torch
+
+    return getattr(torch, FLOATS[dtype])
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Weights on disk.
+
+    Attributes:
+        folder: the checkpoint's directory.
+        tensors: every tensor, in the order of the files.
+        shards: the files, in order; a `.bin` file counts as one.
+        metadata: each shard's safetensors metadata.
+        files: the names of all files that this class reads, index included.
+    """
+
+    folder: Path
+    tensors: dict[str, TensorInfo]
+    shards: tuple[str, ...]
+    metadata: dict[str, dict[str, str]] = field(repr=False)
+    files: frozenset[str]
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Read the headers of a checkpoint directory.
+
+        Raises:
+            UserError: no weights, a shard is missing or damaged, or index and shards disagree.
+        """
+        for single, index in _FORMATS:
+            if (folder / single).exists():
+                return cls._read(folder, (single,), None, frozenset({single}))
+            if (folder / index).exists():
+                weight_map = read_index(folder / index)
+                shards = tuple(sorted(set(weight_map.values())))
+                return cls._read(folder, shards, weight_map, frozenset({index, *shards}))
+        raise UserError(f"{folder} holds no weights (looked for {', '.join(sum(_FORMATS, ()))})")
+
+    @classmethod
+    def _read(
+        cls, folder: Path, shards: tuple[str, ...], weight_map: dict[str, str] | None, files: frozenset[str]
+    ) -> Checkpoint:
+        if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+            raise UserError(
+                f"{folder}: {len(missing)} of {len(shards)} shards missing: {', '.join(missing[:3])}"
+            )
+        tensors: dict[str, TensorInfo] = {}
+        metadata = {}
+        for shard in shards:
+            infos, metadata[shard] = _read_shard(folder / shard)
+            for info in infos:
+                if info.name in tensors:
+                    raise UserError(f"tensor {info.name} is in both {tensors[info.name].shard} and {shard}")
+                tensors[info.name] = info
+        for name, shard in (weight_map or {}).items():
+            if name not in tensors or tensors[name].shard != shard:
+                raise UserError(f"the index promises tensor {name} in {shard}, which does not hold it")
+        if extra := [name for name in tensors if weight_map and name not in weight_map]:
+            raise UserError(
+                f"{tensors[extra[0]].shard} holds tensor {extra[0]}, which the index does not name"
+            )
+        return cls(folder, tensors, shards, metadata, files)
+
+    def pieces(self, info: TensorInfo) -> Iterator[memoryview]:
+        """The tensor's bytes in chunks; a chunk is valid until the next one is asked for."""
+        if info.shard.endswith(".bin"):
+            import torch
+
+            whole = memoryview(self._stored(info).contiguous().reshape(-1).view(torch.uint8).numpy())
+            yield from (whole[at : at + _CHUNK] for at in range(0, len(whole), _CHUNK))
+            return
+        buffer = memoryview(bytearray(min(_CHUNK, info.nbytes)))
+        with (self.folder / info.shard).open("rb", buffering=0) as file:
+            for at in range(info.start, info.stop, _CHUNK):
+                chunk = buffer[: min(_CHUNK, info.stop - at)]
+                if os.preadv(file.fileno(), [chunk], at) != len(chunk):
+                    raise OSError(f"{info.shard} ended while tensor {info.name} was read")
+                yield chunk
+
+    def tensor(self, info: TensorInfo) -> torch.Tensor:
+        """The tensor in memory, in its own dtype and shape.
+
+        Raises:
+            UserError: it is not floating point, or holds NaN or Inf.
+        """
+        import torch
+
+        if info.dtype not in FLOATS:
+            raise UserError(
+                f"tensor {info.name} is {info.dtype}; only {', '.join(FLOATS)} can be computed with"
+            )
+        if info.shard.endswith(".bin"):
+            tensor = self._stored(info)
+        else:
+            raw = bytearray(info.nbytes)
+            at = 0
+            for piece in self.pieces(info):
+                raw[at : at + len(piece)] = piece
+                at += len(piece)
+            tensor = torch.frombuffer(raw, dtype=torch_dtype(info.dtype)).view(info.shape)
+        if not torch.isfinite(tensor).all():
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise UserError(f"tensor {info.name} holds {bad} NaN or Inf values; mend the source")
+        return tensor
+
+    def _stored(self, info: TensorInfo) -> torch.Tensor:
+        return _load_bin(self.folder / info.shard)[info.name]
+
+
+def _read_shard(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
+    with path.open("rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            raise UserError(f"{path.name} is a git-lfs pointer, not the weights; run `git lfs pull` there")
+    if path.suffix != ".bin":
+        return read_header(path)
+    infos = []
+    for name, tensor in _load_bin(path).items():
+        if str(tensor.dtype) not in _BIN_DTYPES:
+            raise UserError(
+                f"{path.name}: tensor {name} has dtype {tensor.dtype}, which kvfold does not read"
+            )
+        infos.append(TensorInfo(name, _BIN_DTYPES[str(tensor.dtype)], tuple(tensor.shape), path.name))
+    return infos, {"format": "pt"}
+
+
+@lru_cache(maxsize=1)
+def _load_bin(path: Path) -> dict[str, torch.Tensor]:
+    """One pickled shard; its pages are mapped from the file where its format allows that."""
+    import pickle
+
+    import torch
+
+    try:
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # files of before torch 1.6 are no zip archives, which mapping needs
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{path.name} cannot be read as plain weights ({reason})") from None
+    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise UserError(f"{path.name} is not a plain table of tensors; save the model's state_dict")
+    return state

@@ -1,0 +1,108 @@
+"""GGUF files as sources: their config and headers for inspection, their weights dequantised for conversion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import UserError
+from .headers import TensorInfo
+
+_MAGIC = b"GGUF"
+
+
+def check_gguf(path: Path) -> None:
+    """Refuse a file that is not GGUF, or an environment that cannot read one.
+
+    Raises:
+        UserError: either of them, with the way out.
+    """
+    with path.open("rb") as file:
+        if file.read(4) != _MAGIC:
+            raise UserError(
+                f"{path} is a file but not GGUF; give a checkpoint directory, a GGUF file, or a Hub id"
+            )
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise UserError("reading GGUF needs the gguf package: pip install 'kvfold[gguf]'") from None
+
+
+def shortest(value: Any) -> Any:
+    """Undo GGUF's fp32 metadata: the shortest decimal that is the same fp32 number (9.9999997e-06 -> 1e-05)."""
+    import numpy
+
+    if isinstance(value, dict):
+        return {key: shortest(entry) for key, entry in value.items()}
+    return float(str(numpy.float32(value))) if isinstance(value, float) else value
+
+
+def read_gguf_config(path: Path) -> Any:
+    """The transformers config that a GGUF file describes, without reading its weights.
+
+    Raises:
+        UserError: transformers does not know its architecture, or the file is damaged.
+    """
+    check_gguf(path)
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # gguf and transformers raise many kinds
+        raise UserError(f"{path} cannot be read as GGUF: {' '.join(str(error).split())[:300]}") from None
+    for key, value in config.to_dict().items():
+        if value != (short := shortest(value)):
+            setattr(config, key, short)
+    return config
+
+
+def read_gguf_headers(path: Path) -> list[TensorInfo]:
+    """The tensors of a GGUF file: names and dtypes as GGUF says them, shapes in torch's order.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    check_gguf(path)
+    from gguf import GGUFReader
+
+    try:
+        tensors = GGUFReader(path).tensors
+    except Exception as error:  # gguf raises what numpy raises
+        raise UserError(f"{path} cannot be read as GGUF: {' '.join(str(error).split())[:300]}") from None
+    return [
+        TensorInfo(
+            tensor.name,
+            tensor.tensor_type.name,
+            tuple(int(size) for size in reversed(tensor.shape)),
+            path.name,
+            0,
+            int(tensor.n_bytes),
+        )
+        for tensor in tensors
+    ]
+
+
+def dequantise(path: Path, folder: Path, *, dtype: str = "float32") -> None:
+    """Write a GGUF file's model and tokenizer as a normal checkpoint.
+
+    Raises:
+        UserError: see `read_gguf_config`.
+    """
+    config = read_gguf_config(path)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # as above
+        raise UserError(f"{path} cannot be dequantised: {' '.join(str(error).split())[:300]}") from None
+    # The weights are plain now, and transformers refuses to save them while the config says otherwise.
+    for holder in (config, model.config):
+        if hasattr(holder, "quantization_config"):
+            del holder.quantization_config
+    model.hf_quantizer = None
+    for key, value in config.to_dict().items():
+        if value != model.config.to_dict().get(key):
+            setattr(model.config, key, value)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,153 @@
+"""What a checkpoint holds, read from headers alone: names, dtypes, shapes and byte ranges.
+
+The safetensors header is parsed here rather than by the library because conversion copies byte ranges, and
+the library does not tell where in the file a tensor lies. Layout of a file: 8 bytes little-endian header
+length, a JSON header, then the tensors without holes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from ..common.errors import UserError
+
+# Name in the header -> bytes per element.
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4,
+    "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8,
+}  # fmt: skip
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+HEADER_LIMIT = 100_000_000  # the library's own limit
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One stored tensor: ``start`` and ``stop`` are byte offsets from the beginning of the file ``shard``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: str
+    start: int = 0
+    stop: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * ITEM_BYTES[self.dtype]
+
+
+def load_json(path: Path, what: str) -> Any:
+    """Read a JSON file of the user's.
+
+    Raises:
+        UserError: it is missing, is not JSON, or says the same key twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise UserError(f"{path}: {what} names {twice!r} twice")
+        return table
+
+    try:
+        return json.loads(path.read_bytes(), object_pairs_hook=unique)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: it should hold the {what}") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: the {what} is not valid JSON ({error})") from None
+
+
+def parse_header(raw: bytes, *, shard: str, file_bytes: int) -> tuple[list[TensorInfo], dict[str, str]]:
+    """Parse and check a safetensors header; ``raw`` is the JSON without its length prefix.
+
+    Returns:
+        The tensors in file order, and the file's metadata.
+
+    Raises:
+        UserError: the header is damaged or disagrees with the length of the file.
+    """
+
+    def broken(why: str) -> UserError:
+        return UserError(f"{shard}: {why}; the file is damaged, fetch it again")
+
+    try:
+        table = json.loads(raw)
+        metadata = table.pop("__metadata__", {})
+        entries = [
+            (name, row["dtype"], tuple(row["shape"]), *row["data_offsets"]) for name, row in table.items()
+        ]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise broken("the safetensors header is not readable") from None
+    base, end, tensors = 8 + len(raw), 0, []
+    for name, dtype, shape, start, stop in sorted(entries, key=lambda entry: entry[3:]):
+        if dtype not in ITEM_BYTES:
+            raise UserError(f"{shard}: tensor {name} has dtype {dtype}, which kvfold does not read")
+        info = TensorInfo(name, dtype, shape, shard, base + start, base + stop)
+        if start != end or stop - start != info.nbytes or min(shape, default=0) < 0:
+            raise broken(f"tensor {name} has offsets {start}..{stop} where {end}..{end + info.nbytes} belong")
+        end = stop
+        tensors.append(info)
+    if base + end != file_bytes:
+        raise broken(f"the header promises {base + end} bytes, the file has {file_bytes}")
+    return tensors, metadata
+
+
+def read_header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
+    """Read the header of one safetensors file; see `parse_header`."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else HEADER_LIMIT + 1
+        if length > min(HEADER_LIMIT, size - 8):
+            raise UserError(
+                f"{path.name}: no safetensors header in {size} bytes; the file is damaged, fetch it again"
+            )
+        return parse_header(file.read(length), shard=path.name, file_bytes=size)
+
+
+def pack_header(tensors: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]) -> bytes:
+    """The bytes that open a safetensors file holding ``(name, dtype, shape)`` in this order."""
+    table: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    raw = json.dumps(table, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)  # tensors begin aligned to 8 bytes
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Read ``*.index.json``: tensor name -> file name, every file inside the checkpoint's own folder.
+
+    Raises:
+        UserError: no weight map, or a file name that leads elsewhere.
+    """
+    weight_map = load_json(path, "index")
+    weight_map = weight_map.get("weight_map") if isinstance(weight_map, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{path.name} has no weight_map; fetch the index again")
+    for name, shard in weight_map.items():
+        if (
+            not isinstance(shard, str)
+            or PurePath(shard).name != shard
+            or "\\" in shard
+            or shard in ("", ".", "..")
+        ):
+            raise UserError(
+                f"{path.name} puts tensor {name} into {shard!r}, outside the checkpoint's folder; refused"
+            )
+    return weight_map

@@ -1,0 +1,244 @@
+"""What a checkpoint is, what it caches, and what can be done with it: from config and headers alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import UserError
+from ..common.kvcache import (
+    attention_kind,
+    context_length,
+    head_dim,
+    kv_bytes,
+    kv_bytes_per_token,
+    kv_elements,
+    num_attention_heads,
+    num_key_value_heads,
+)
+from .checkpoint import Checkpoint
+from .families import FAMILIES
+from .gqa import kv_head_choices, obstacle
+from .headers import FLOATS, ITEM_BYTES, TensorInfo
+from .source import hub_errors, is_hub_id, read_config
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Whether one conversion is possible: with which `kv_heads`, or why not."""
+
+    to: str
+    possible: bool
+    kv_heads: list[int]
+    reason: str
+
+
+@dataclass(frozen=True)
+class InspectReport:
+    """What a checkpoint is. Byte figures are for the checkpoint's own dtype.
+
+    `kv_bytes` is what one sequence of `context` tokens caches over all layers; layers with a sliding window
+    keep no more than it.
+    """
+
+    model: str
+    family: str
+    supported: bool
+    architecture: str
+    num_hidden_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    attention_kind: str
+    attention_biases: str
+    qk_norm: str
+    rope_type: str
+    rope_theta: str
+    rope_pairing: str
+    rotary_dim: int
+    nope_layers: int
+    sliding_window: int | None
+    sliding_layers: int
+    tied_head: bool
+    dtype: str
+    parameters: int
+    weight_bytes: int
+    max_position_embeddings: int | None
+    kv_elements_per_token_per_layer: int
+    kv_bytes_per_token: int
+    context: int
+    kv_bytes: int
+    conversions: list[Conversion]
+
+
+def inspect_model(
+    src: str | Path, *, context: int | None = None, revision: str | None = None
+) -> InspectReport:
+    """Describe a checkpoint, reading its config and headers only.
+
+    Args:
+        src: a checkpoint directory, a GGUF file, or a Hub id (whose headers are fetched by range requests).
+        context: tokens for `kv_bytes`; the model's own context if None.
+        revision: of a Hub repository.
+
+    Raises:
+        UserError: nothing is there, or it is not a checkpoint.
+        EnvironmentFailure: the Hub cannot be reached.
+    """
+    src = str(src)
+    if context is not None and context < 1:
+        raise UserError(f"a context of {context} tokens caches nothing; give a positive number")
+    config, tensors = _read_headers(src, revision)
+    text = config.get_text_config(decoder=True)
+    family = FAMILIES.get(config.model_type)
+    dtype = _main_dtype(tensors)
+    element_bytes = ITEM_BYTES[dtype] if dtype in FLOATS else 2  # quantised weights, 16-bit cache
+    context = context or context_length(config) or 4096
+    rope = _rope(text)
+    layer_types = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None)
+    return InspectReport(
+        model=src,
+        family=config.model_type,
+        supported=family is not None,
+        architecture=", ".join(config.architectures or []) or "not said",
+        num_hidden_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        num_attention_heads=num_attention_heads(config),
+        num_key_value_heads=num_key_value_heads(config),
+        head_dim=head_dim(config),
+        attention_kind=attention_kind(config),
+        attention_biases=_attention_biases(tensors),
+        qk_norm=_qk_norm(config, tensors),
+        rope_type=rope.type,
+        rope_theta=rope.theta,
+        rope_pairing="none" if rope.dim == 0 else family.rope if family else "unknown",
+        rotary_dim=rope.dim,
+        nope_layers=text.num_hidden_layers
+        if rope.dim == 0
+        else (getattr(text, "no_rope_layers", None) or []).count(0),
+        sliding_window=window,
+        sliding_layers=sum(
+            "sliding" in kind
+            for kind in layer_types or [window and "sliding"] * text.num_hidden_layers
+            if kind
+        ),
+        tied_head=bool(config.tie_word_embeddings),
+        dtype=FLOATS.get(dtype, dtype),
+        parameters=sum(info.numel for info in tensors),
+        weight_bytes=sum(info.stop - info.start or info.nbytes for info in tensors),
+        max_position_embeddings=context_length(config),
+        kv_elements_per_token_per_layer=kv_elements(config),
+        kv_bytes_per_token=kv_bytes_per_token(config, element_bytes),
+        context=context,
+        kv_bytes=kv_bytes(config, context, element_bytes),
+        conversions=conversions(config),
+    )
+
+
+def _read_headers(src: str, revision: str | None) -> tuple[Any, list[TensorInfo]]:
+    """Config and tensor headers of a SOURCE, wherever it is."""
+    path = Path(src)
+    if path.is_dir():
+        config, _ = read_config(path)
+        return config, list(Checkpoint.open(path).tensors.values())
+    if path.is_file():
+        from .gguf import read_gguf_config, read_gguf_headers
+
+        return read_gguf_config(path), read_gguf_headers(path)
+    if path.exists() or not is_hub_id(src):
+        raise UserError(f"{src} does not exist; give a checkpoint directory, a GGUF file, or a Hub id")
+    from huggingface_hub import HfApi, hf_hub_download
+
+    with hub_errors(src):
+        config, _ = read_config(Path(hf_hub_download(src, "config.json", revision=revision)).parent)
+        remote = HfApi().get_safetensors_metadata(src, revision=revision)
+    return config, [
+        TensorInfo(name, row.dtype, tuple(row.shape), shard, *row.data_offsets)
+        for shard, file in remote.files_metadata.items()
+        for name, row in file.tensors.items()
+    ]
+
+
+def _main_dtype(tensors: Iterable[TensorInfo]) -> str:
+    """The dtype that most of the weights' bytes are in."""
+    count: Counter[str] = Counter()
+    for info in tensors:
+        count[info.dtype] += info.stop - info.start or info.nbytes
+    return count.most_common(1)[0][0] if count else "none"
+
+
+def _attention_biases(tensors: Iterable[TensorInfo]) -> str:
+    """The attention projections that have a bias in any layer, by the last part of their name."""
+    names = (info.name.split(".") for info in tensors)
+    found = {
+        parts[-2]: None
+        for parts in names
+        if parts[-1] == "bias" and len(parts) > 2 and _is_projection(parts[-3], parts[-2])
+    }
+    return ", ".join(found) or "none"
+
+
+def _is_projection(parent: str, name: str) -> bool:
+    in_attention = "attn" in parent or "attention" in parent or name.startswith("attn_")
+    return in_attention and "norm" not in name
+
+
+def _qk_norm(config: Any, tensors: Iterable[TensorInfo]) -> str:
+    if family := FAMILIES.get(config.model_type):
+        return family.qk_norm if family.has_qk_norm(config) else "no"
+    marks = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+    return "yes" if any(mark in info.name for info in tensors for mark in marks) else "no"
+
+
+@dataclass(frozen=True)
+class _Rope:
+    type: str
+    theta: str
+    dim: int
+
+
+def _rope(config: Any) -> _Rope:
+    """RoPE as the config says it: one set of parameters, or one for each layer type."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
+        return _Rope("none", "none", 0)
+    sets = parameters if all(isinstance(value, dict) for value in parameters.values()) else {"": parameters}
+    part = next(iter(sets.values())).get("partial_rotary_factor") or 1.0
+
+    def say(key: str) -> str:
+        values = {kind: str(entry.get(key)) for kind, entry in sets.items()}
+        if len(set(values.values())) == 1:
+            return next(iter(values.values()))
+        return ", ".join(f"{value} ({kind})" for kind, value in values.items())
+
+    return _Rope(say("rope_type"), say("rope_theta"), int(head_dim(config) * part))
+
+
+def conversions(config: Any) -> list[Conversion]:
+    """Every conversion that kvfold knows, and whether this model can go through it."""
+    reason, choices = obstacle(config), []
+    if not reason:
+        family = FAMILIES[config.model_type]
+        choices = [n for n in kv_head_choices(config, family) if n < num_key_value_heads(config)]
+        if not choices:
+            reason = "it has a single KV head already"
+        elif family.becomes:
+            reason = f"the result is a {family.becomes} model"
+        elif family.has_qk_norm(config):
+            reason = "by whole heads only: its QK-norm does not commute with mixing channels"
+    table = {"gqa": [n for n in choices if n > 1], "mqa": [n for n in choices if n == 1]}
+    rows = []
+    for kind, heads in table.items():
+        why = reason or ("" if heads else "its KV head count has no divisor between 1 and itself")
+        if not heads and choices and not reason:
+            why = f"{num_key_value_heads(config)} KV heads form no groups other than one"
+        rows.append(Conversion(kind, bool(heads), heads, why))
+    mla = "this version of kvfold does not convert to MLA"
+    return [*rows, Conversion("mla", False, [], mla)]

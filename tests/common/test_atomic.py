@@ -1,0 +1,197 @@
+"""A directory appears whole or not at all, whatever kills its writer."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from kvfold.common import atomic
+from kvfold.common.atomic import output_directory
+from kvfold.common.errors import UserError
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from kvfold.common.atomic import output_directory
+with output_directory(Path(sys.argv[1]), overwrite=True) as staging:
+    for i in range(200):
+        (staging / f"part{i}").write_text(sys.argv[2])
+        if i == 5:
+            print("writing", flush=True)
+            time.sleep(float(sys.argv[3]))
+    (staging / "config.json").write_text(sys.argv[2])
+"""
+
+
+def writer(out, text, pause=0.0):
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(out), text, str(pause)], stdout=subprocess.PIPE
+    )
+
+
+def content(out):
+    """The one text that all files of a whole directory hold; None where there is no directory."""
+    if not out.exists():
+        return None
+    assert len(list(out.iterdir())) == 201
+    (text,) = {path.read_text() for path in out.iterdir()}
+    return text
+
+
+def hidden(folder):
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+def put(out, text, **options):
+    with output_directory(out, **options) as staging:
+        (staging / "config.json").write_text(text)
+
+
+@pytest.fixture(params=["exchange", "rename"])
+def system(request, monkeypatch):
+    """With renameat2, and as on a system without it."""
+    if request.param == "rename":
+        monkeypatch.setattr(atomic, "_rename_with", lambda *args: False)
+    return request.param
+
+
+def test_new_and_replaced(tmp_path, system):
+    out = tmp_path / "deep/er/out"
+    put(out, "one")
+    assert (out / "config.json").read_text() == "one"
+    with pytest.raises(UserError, match="exists; choose another OUT, or replace it with --overwrite"):
+        put(out, "two")
+    assert (out / "config.json").read_text() == "one"
+    put(out, "two", overwrite=True)
+    assert (out / "config.json").read_text() == "two"
+    assert not hidden(out.parent)
+
+
+def test_failure_leaves_nothing_or_the_old(tmp_path, system):
+    out = tmp_path / "new/parent/out"
+    with pytest.raises(ZeroDivisionError), output_directory(out):
+        raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())
+    put(out, "old")
+    with pytest.raises(ZeroDivisionError), output_directory(out, overwrite=True) as staging:
+        (staging / "config.json").write_text("half")
+        raise ZeroDivisionError
+    assert (out / "config.json").read_text() == "old"
+    assert not hidden(out.parent)
+
+
+def test_overwrite_spares_what_is_no_checkpoint(tmp_path):
+    precious = tmp_path / "photos"
+    precious.mkdir()
+    (precious / "1.jpg").write_text("x")
+    with pytest.raises(UserError, match="not a checkpoint"):
+        put(precious, "x", overwrite=True)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="is a file"):
+        put(tmp_path / "file", "x", overwrite=True)
+    (tmp_path / "empty").mkdir()
+    put(tmp_path / "empty", "x", overwrite=True)
+
+
+def test_overwrite_through_a_link_keeps_the_link(tmp_path):
+    put(tmp_path / "real", "one")
+    (tmp_path / "link").symlink_to("real")
+    put(tmp_path / "link", "two", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real/config.json").read_text() == "two"
+
+
+@pytest.mark.parametrize("old", [None, "old"])
+def test_killed_while_writing(tmp_path, old):
+    out = tmp_path / "out"
+    if old:
+        assert writer(out, old).wait() == 0
+    process = writer(out, "new", pause=60)
+    process.stdout.readline()
+    process.kill()
+    process.wait()
+    assert content(out) == old
+    assert hidden(tmp_path) == [".out.kvfold-new"]
+    assert writer(out, "next").wait() == 0  # cleans what the dead one left
+    assert content(out) == "next"
+    assert not hidden(tmp_path)
+
+
+def test_killed_at_many_moments(tmp_path):
+    out = tmp_path / "out"
+    writer(out, "0").wait()
+    started = time.monotonic()
+    writer(out, "0").wait()
+    whole = time.monotonic() - started
+    seen = set()
+    for i in range(1, 13):
+        process = writer(out, str(i))
+        time.sleep(whole * (0.4 + 0.06 * i))
+        process.kill()
+        process.wait()
+        before = content(out)
+        assert before is not None
+        seen.add(before)
+    writer(out, "last").wait()
+    assert content(out) == "last"
+    assert not hidden(tmp_path)
+
+
+def test_backup_of_a_killed_swap_is_restored(tmp_path):
+    """Without an atomic exchange there is a moment with no OUT; the next run brings the old one back."""
+    put(tmp_path / "out", "old")
+    (tmp_path / "out").rename(tmp_path / ".out.kvfold-old")
+    with pytest.raises(UserError, match="exists"):
+        put(tmp_path / "out", "new")
+    assert (tmp_path / "out/config.json").read_text() == "old"
+    assert not hidden(tmp_path)
+
+
+def test_backup_beside_a_finished_swap_is_removed(tmp_path):
+    put(tmp_path / "out", "new")
+    put(tmp_path / ".out.kvfold-old", "old")
+    put(tmp_path / "other", "x")
+    with pytest.raises(UserError, match="exists"):
+        put(tmp_path / "out", "newer")
+    assert (tmp_path / "out/config.json").read_text() == "new"
+    assert not hidden(tmp_path)
+
+
+def test_failed_swap_without_exchange_restores_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic, "_rename_with", lambda *args: False)
+    put(tmp_path / "out", "old")
+    original = type(tmp_path).rename
+
+    def rename(self, target):
+        if self.name == ".out.kvfold-new":
+            raise OSError("disk")
+        return original(self, target)
+
+    monkeypatch.setattr(type(tmp_path), "rename", rename)
+    with pytest.raises(OSError, match="disk"):
+        put(tmp_path / "out", "new", overwrite=True)
+    assert (tmp_path / "out/config.json").read_text() == "old"
+
+
+def test_second_writer_is_refused(tmp_path):
+    out = tmp_path / "out"
+    process = writer(out, "one", pause=60)
+    process.stdout.readline()
+    try:
+        with pytest.raises(UserError, match="another kvfold is writing"):
+            put(out, "two", overwrite=True)
+        assert hidden(tmp_path) == [".out.kvfold-new"]  # the first one's work is untouched
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_many_writers_at_once_leave_one_whole_result(tmp_path):
+    out = tmp_path / "out"
+    processes = [writer(out, str(i)) for i in range(4)]
+    codes = [process.wait() for process in processes]
+    assert 0 in codes
+    assert content(out) in {str(i) for i, code in enumerate(codes) if code == 0}
+    assert not hidden(tmp_path)

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kvfold.common import scoring
+from kvfold.common.errors import CheckFailed, UserError
+from kvfold.common.windows import split_windows
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+VOCABULARY = 97
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# One of each thing that a stock class does to its logits, and of each way it names its parts.
+FAMILIES = {
+    "llama": COMMON,
+    "gemma2": {**COMMON, "head_dim": 8, "final_logit_softcapping": 3.0},
+    "gemma3_text": {**COMMON, "head_dim": 8, "final_logit_softcapping": 3.0},
+    "cohere": {**COMMON, "logit_scale": 0.25},
+    "granite": {**COMMON, "logits_scaling": 7.0},
+    "phi": COMMON,
+    "mixtral": {**COMMON, "num_local_experts": 4, "output_router_logits": True},
+    "deepseek_v3": {
+        **COMMON,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 24,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 2,
+    },
+    "gpt_neox": {**COMMON, "num_key_value_heads": None},
+    "opt": {**COMMON, "ffn_dim": 64, "word_embed_proj_dim": 16, "pad_token_id": 1},
+    "gpt2": GPT2,
+    "gpt_bigcode": GPT2,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def make_model(model_type: str):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **FAMILIES[model_type]))
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases too, which start at zero
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(0))
+
+
+def plain_nll(model, ids):
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[:, :-1]
+    return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(3, 19)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, None])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_equals_the_plain_loss(model_type, chunk, ids):
+    model = make_model(model_type)
+    with torch.no_grad():
+        nll = scoring.sequence_nll(model, ids, chunk=chunk)
+    torch.testing.assert_close(nll, plain_nll(model, ids), rtol=1e-5, atol=1e-5)
+
+
+def test_the_class_says_what_its_head_does(ids):
+    """The test above could fail: a bare `lm_head` is not the head of these classes."""
+    for model_type in ("gemma2", "cohere", "granite"):
+        model = make_model(model_type)
+        with torch.no_grad():
+            hidden = scoring.hidden_states(model, ids)
+            bare, whole = model.lm_head(hidden), scoring.head_logits(model, hidden)
+        assert (bare - whole).abs().max() > 0.1
+
+
+def test_chunks_cover_every_position_once_and_in_order(ids):
+    model = make_model("llama")
+    with torch.no_grad():
+        hidden = scoring.hidden_states(model, ids)
+        chunks = list(scoring.logit_chunks(model, hidden, chunk=6))
+    assert [part for part, _ in chunks] == [slice(0, 6), slice(6, 12), slice(12, 18), slice(18, 20)]
+    with torch.no_grad():
+        whole = model(input_ids=ids).logits
+    torch.testing.assert_close(torch.cat([logits for _, logits in chunks], 1), whole)
+
+
+def test_the_head_never_sees_more_than_a_chunk(ids, monkeypatch):
+    model = make_model("llama")
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
+    monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", 3 * VOCABULARY * 4)
+    with torch.no_grad():
+        scoring.sequence_nll(model, ids)
+    assert seen == [(3, 4, VOCABULARY)] * 4 + [(3, 3, VOCABULARY)]
+
+
+def test_only_asked_tokens_are_scored(ids):
+    model = make_model("llama")
+    with torch.no_grad():
+        nll = scoring.sequence_nll(model, ids, first=15)
+    torch.testing.assert_close(nll, plain_nll(model, ids)[:, 14:], rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_are_those_of_the_plain_loss(ids):
+    model = make_model("gemma2")
+    scoring.sequence_nll(model, ids, chunk=5).sum().backward()
+    chunked = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    logits = model(input_ids=ids).logits[:, :-1]
+    F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum").backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(chunked[name], parameter.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_the_model_is_left_untouched(ids):
+    model = make_model("gpt2")
+    base, modules = model.base_model, dict(model.named_modules())
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        for _ in scoring.logit_chunks(model, scoring.hidden_states(model, ids), chunk=9):
+            assert model.base_model is base
+            assert torch.equal(model(input_ids=ids).logits, before)
+    assert dict(model.named_modules()) == modules
+
+
+def test_a_replaced_forward_does_not_run_the_whole_model(ids):
+    """accelerate puts its hooks there, bound to the model and not to its shell."""
+    model = make_model("llama")
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        hidden = scoring.hidden_states(model, ids)
+        model.forward = model.forward
+        torch.testing.assert_close(scoring.head_logits(model, hidden), expected)
+
+
+def test_precision():
+    logits = torch.randn(2, 3, 50, dtype=torch.float64) * 20
+    targets = torch.randint(50, (2, 3))
+    exact = -logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    torch.testing.assert_close(scoring.token_nll(logits, targets), exact, rtol=1e-12, atol=1e-12)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        nll = scoring.token_nll(logits.to(dtype), targets)
+        assert nll.dtype == torch.float32
+        torch.testing.assert_close(nll, scoring.token_nll(logits.to(dtype).double(), targets).float())
+
+
+def test_a_model_without_a_head_is_refused(ids):
+    headless = AutoModel.from_config(AutoConfig.for_model("llama", **COMMON))
+    with pytest.raises(UserError, match="LlamaModel has no head"):
+        scoring.hidden_states(headless, ids)
+
+
+def test_evaluating_turns_dropout_off_and_puts_the_mode_back(ids):
+    model = make_model("gpt2").train()
+    with scoring.evaluating(model):
+        assert not model.training
+        assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+        assert not model(input_ids=ids).logits.requires_grad
+    assert model.training
+    with pytest.raises(ZeroDivisionError), scoring.evaluating(model):
+        raise ZeroDivisionError
+    assert model.training
+
+
+@pytest.mark.parametrize("bos_id", [None, 1])
+def test_window_sums(bos_id, ids):
+    model, text = make_model("llama"), ids.flatten().tolist()
+    windows = split_windows(len(text), 9, stride=4, bos=bos_id is not None)
+    sums = scoring.window_nll(model, text, windows, bos_id=bos_id, batch_size=3)
+    assert len(sums) == len(windows)
+    for window, total in zip(windows, sums, strict=True):
+        row = ([] if bos_id is None else [bos_id]) + text[window.start : window.stop]
+        with torch.no_grad():
+            nll = scoring.sequence_nll(model, torch.tensor([row]), first=len(row) - window.scored)
+        assert total == pytest.approx(nll.double().sum().item(), rel=1e-6)
+
+
+def test_window_refusals(ids):
+    model, text = make_model("llama"), ids.flatten().tolist()
+    windows = split_windows(len(text), 20)
+    with pytest.raises(UserError, match=f"token id {VOCABULARY} lies beyond"):
+        scoring.window_nll(model, [*text[:-1], VOCABULARY], windows)
+    with pytest.raises(UserError, match="token id 500 lies beyond"):
+        scoring.window_nll(model, text, windows, bos_id=500)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.inf)
+    with pytest.raises(CheckFailed, match="loss of tokens 1:20 is nan"):
+        scoring.window_nll(model, text, windows)
