@@ -60,9 +60,7 @@ def _run() -> int:
         return _fail(f"the machine failed: {error or 'out of memory'}", EnvironmentFailure.exit_status)
     except Exception as error:
         if "out of memory" in str(error).lower() or "can't allocate memory" in str(error):  # torch's
-            return _fail(
-                "the machine failed: out of memory; try a narrower --dtype", EnvironmentFailure.exit_status
-            )
+            return _fail("the machine failed: out of memory; try a narrower --dtype", EnvironmentFailure.exit_status)
         traceback.print_exc()
         return _fail("this is a fault of kvfold; please report the lines above", KvfoldError.exit_status)
 

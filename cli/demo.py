@@ -11,9 +11,7 @@ from .output import print_report, print_table
 
 
 @click.command()
-@click.option(
-    "--out", type=click.Path(path_type=Path), help="Keep the converted checkpoints in this new directory."
-)
+@click.option("--out", type=click.Path(path_type=Path), help="Keep the converted checkpoints in this new directory.")
 @options.as_json
 def demo(out: Path | None, as_json: bool) -> None:
     """Take the embedded model through inspect, convert and eval, without a network."""

@@ -27,9 +27,7 @@ class Size(click.ParamType):
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object.")
 revision = click.option("--revision", help="Branch, tag or commit of a Hub id.")
-device = click.option(
-    "--device", default="auto", show_default=True, help="Where to run: cpu, cuda, cuda:1, mps."
-)
+device = click.option("--device", default="auto", show_default=True, help="Where to run: cpu, cuda, cuda:1, mps.")
 run_dtype = click.option(
     "--dtype",
     type=click.Choice(("auto", "checkpoint", *DTYPES)),

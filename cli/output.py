@@ -33,8 +33,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
         head, *rest = (
-            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}"
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+            f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         )
         print("  ".join([head, *rest]))
 

@@ -111,9 +111,7 @@ def check_output(out: Path, *, overwrite: bool, marker: str) -> None:
     if not overwrite:
         raise UserError(f"{out} exists; choose another OUT, or replace it with --overwrite")
     if any(out.iterdir()) and not (out / marker).is_file():
-        raise UserError(
-            f"{out} is not a checkpoint (no {marker}), so --overwrite does not replace it; move it away"
-        )
+        raise UserError(f"{out} is not a checkpoint (no {marker}), so --overwrite does not replace it; move it away")
 
 
 @contextmanager

@@ -123,9 +123,7 @@ def fit_context(config, name: str, asked: int | None, default: int) -> int:
     if asked is None:
         return min(default, longest or default)
     if longest is not None and asked > longest:
-        raise UserError(
-            f"{name} {asked} is longer than the model's context {longest}; give {longest} or less"
-        )
+        raise UserError(f"{name} {asked} is longer than the model's context {longest}; give {longest} or less")
     return asked
 
 

@@ -140,9 +140,7 @@ def window_nll(
     ids = torch.as_tensor(ids)
     rows = model.get_input_embeddings().weight.shape[0]
     if (highest := max(int(ids.max()), bos_id or 0)) >= rows:
-        raise UserError(
-            f"token id {highest} lies beyond the model's {rows} embeddings; use the model's own tokenizer"
-        )
+        raise UserError(f"token id {highest} lies beyond the model's {rows} embeddings; use the model's own tokenizer")
     sums: list[float] = []
     with evaluating(model):
         for batch in batches(windows, batch_size):

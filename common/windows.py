@@ -66,8 +66,6 @@ def _windows(tokens: int, held: int, stride: int, bos: bool) -> Iterator[Window]
         if window.scored > 0:
             yield window
         done = window.stop
-        if done == tokens:
-            return
 
 
 def batches(windows: Sequence[Window], size: int) -> Iterator[list[Window]]:

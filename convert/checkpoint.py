@@ -72,9 +72,7 @@ class Checkpoint:
         cls, folder: Path, shards: tuple[str, ...], weight_map: dict[str, str] | None, files: frozenset[str]
     ) -> Checkpoint:
         if missing := [shard for shard in shards if not (folder / shard).is_file()]:
-            raise UserError(
-                f"{folder}: {len(missing)} of {len(shards)} shards missing: {', '.join(missing[:3])}"
-            )
+            raise UserError(f"{folder}: {len(missing)} of {len(shards)} shards missing: {', '.join(missing[:3])}")
         tensors: dict[str, TensorInfo] = {}
         metadata = {}
         for shard in shards:
@@ -87,9 +85,7 @@ class Checkpoint:
             if name not in tensors or tensors[name].shard != shard:
                 raise UserError(f"the index promises tensor {name} in {shard}, which does not hold it")
         if extra := [name for name in tensors if weight_map and name not in weight_map]:
-            raise UserError(
-                f"{tensors[extra[0]].shard} holds tensor {extra[0]}, which the index does not name"
-            )
+            raise UserError(f"{tensors[extra[0]].shard} holds tensor {extra[0]}, which the index does not name")
         return cls(folder, tensors, shards, metadata, files)
 
     def pieces(self, info: TensorInfo) -> Iterator[memoryview]:
@@ -117,9 +113,7 @@ class Checkpoint:
         import torch
 
         if info.dtype not in FLOATS:
-            raise UserError(
-                f"tensor {info.name} is {info.dtype}; only {', '.join(FLOATS)} can be computed with"
-            )
+            raise UserError(f"tensor {info.name} is {info.dtype}; only {', '.join(FLOATS)} can be computed with")
         if info.shard.endswith(".bin"):
             tensor = self._stored(info)
         else:
@@ -147,9 +141,7 @@ def _read_shard(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
     infos = []
     for name, tensor in _load_bin(path).items():
         if str(tensor.dtype) not in _BIN_DTYPES:
-            raise UserError(
-                f"{path.name}: tensor {name} has dtype {tensor.dtype}, which kvfold does not read"
-            )
+            raise UserError(f"{path.name}: tensor {name} has dtype {tensor.dtype}, which kvfold does not read")
         infos.append(TensorInfo(name, _BIN_DTYPES[str(tensor.dtype)], tuple(tensor.shape), path.name))
     return infos, {"format": "pt"}
 

@@ -33,9 +33,7 @@ from ..common.kvcache import head_dim, num_key_value_heads
 
 def _is_sparse(config: Any, layer: int) -> bool:
     dense_layers = getattr(config, "mlp_only_layers", None) or []
-    return (
-        layer not in dense_layers and (layer + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
-    )
+    return layer not in dense_layers and (layer + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
 
 
 def _is_fused(names: Collection[str]) -> bool:
@@ -129,9 +127,7 @@ class Family:
     def has_qk_norm(self, config: Any) -> bool:
         return self.qk_norm != "no" and (not self.qk_norm_if or bool(getattr(config, self.qk_norm_if, False)))
 
-    def promises(
-        self, config: Any, names: Collection[str], kv_heads: int | None = None
-    ) -> dict[str, Promise]:
+    def promises(self, config: Any, names: Collection[str], kv_heads: int | None = None) -> dict[str, Promise]:
         """Every tensor that a checkpoint of this family and config may hold, by name.
 
         Args:

@@ -5,27 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import UserError
+from ..common.sources import one_line_errors, quiet
 from .headers import TensorInfo
-
-_MAGIC = b"GGUF"
-
-
-def check_gguf(path: Path) -> None:
-    """Refuse a file that is not GGUF, or an environment that cannot read one.
-
-    Raises:
-        UserError: either of them, with the way out.
-    """
-    with path.open("rb") as file:
-        if file.read(4) != _MAGIC:
-            raise UserError(
-                f"{path} is a file but not GGUF; give a checkpoint directory, a GGUF file, or a Hub id"
-            )
-    try:
-        import gguf  # noqa: F401
-    except ImportError:
-        raise UserError("reading GGUF needs the gguf package: pip install 'kvfold[gguf]'") from None
 
 
 def shortest(value: Any) -> Any:
@@ -43,13 +24,10 @@ def read_gguf_config(path: Path) -> Any:
     Raises:
         UserError: transformers does not know its architecture, or the file is damaged.
     """
-    check_gguf(path)
     from transformers import AutoConfig
 
-    try:
+    with one_line_errors(path), quiet():
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # gguf and transformers raise many kinds
-        raise UserError(f"{path} cannot be read as GGUF: {' '.join(str(error).split())[:300]}") from None
     for key, value in config.to_dict().items():
         if value != (short := shortest(value)):
             setattr(config, key, short)
@@ -62,13 +40,10 @@ def read_gguf_headers(path: Path) -> list[TensorInfo]:
     Raises:
         UserError: the file is damaged.
     """
-    check_gguf(path)
     from gguf import GGUFReader
 
-    try:
+    with one_line_errors(path):
         tensors = GGUFReader(path).tensors
-    except Exception as error:  # gguf raises what numpy raises
-        raise UserError(f"{path} cannot be read as GGUF: {' '.join(str(error).split())[:300]}") from None
     return [
         TensorInfo(
             tensor.name,
@@ -91,11 +66,9 @@ def dequantise(path: Path, folder: Path, *, dtype: str = "float32") -> None:
     config = read_gguf_config(path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    try:
+    with one_line_errors(path), quiet():
         model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    except Exception as error:  # as above
-        raise UserError(f"{path} cannot be dequantised: {' '.join(str(error).split())[:300]}") from None
     # The weights are plain now, and transformers refuses to save them while the config says otherwise.
     for holder in (config, model.config):
         if hasattr(holder, "quantization_config"):
@@ -104,5 +77,6 @@ def dequantise(path: Path, folder: Path, *, dtype: str = "float32") -> None:
     for key, value in config.to_dict().items():
         if value != model.config.to_dict().get(key):
             setattr(model.config, key, value)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with quiet():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,9 +142,7 @@ def obstacle(config: Any) -> str | None:
         hint = f"the nearest name is {near[0]}" if near else f"known are {', '.join(sorted(FAMILIES))}"
         return f"family {config.model_type!r} is not supported; {hint}"
     if quantization := getattr(config, "quantization_config", None):
-        kind = (
-            quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        )
+        kind = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
         return f"its weights are quantised ({kind}); convert the unquantised checkpoint"
     for attribute, reason in FAMILIES[config.model_type].refuses.items():
         if getattr(config, attribute, False):
@@ -193,18 +191,14 @@ def account(source: Source) -> dict[str, Promise]:
             raise UserError(f"tensor {name} has no place in {model}{hint}; remove it, or mend the config")
         promise = promised[name]
         if promise.weight.rule != "drop" and info.shape != promise.shape:
-            raise UserError(
-                f"tensor {name} has shape {list(info.shape)}; the config says {list(promise.shape)}"
-            )
+            raise UserError(f"tensor {name} has shape {list(info.shape)}; the config says {list(promise.shape)}")
     for name, promise in promised.items():
         if name not in stored and not promise.optional:
             raise UserError(f"tensor {name} is missing; {model} needs it")
     return {name: promised[name] for name in stored}
 
 
-def _plan(
-    source: Source, kv_heads: int, method: str, seed: int, dtype: str | None
-) -> tuple[list[Output], list[str]]:
+def _plan(source: Source, kv_heads: int, method: str, seed: int, dtype: str | None) -> tuple[list[Output], list[str]]:
     """Every tensor of the result, in the source's order, and the names that have no successor."""
     stored, origins = source.checkpoint.tensors, account(source)
     target = FAMILIES[source.family.becomes or source.family.name]
@@ -221,12 +215,8 @@ def _plan(
         make: Callable[..., Any] | None = None
         if transpose or len(infos) > 1 or (kv_heads != sizes["G"] and holds_kv_heads(axes)):
             fold = partial(merge, name=promise.name, knobs=knobs)
-            make = partial(
-                merge_stored, shape=axes, sizes=sizes, groups=kv_heads, fold=fold, transpose=transpose
-            )
-        outputs[infos[0].name] = Output(
-            promise.name, _cast(infos[0].dtype, dtype), promise.shape, infos, make
-        )
+            make = partial(merge_stored, shape=axes, sizes=sizes, groups=kv_heads, fold=fold, transpose=transpose)
+        outputs[infos[0].name] = Output(promise.name, _cast(infos[0].dtype, dtype), promise.shape, infos, make)
     dropped = [name for name, origin in origins.items() if origin.weight.rule == "drop"]
     return [outputs[name] for name in stored if name in outputs], dropped
 
@@ -335,9 +325,8 @@ def _record(
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        # A local path is nobody's business once the checkpoint is published; its last part identifies it.
         "source": {
-            "name": Path(source.name).name if source.is_local else source.name,
+            **{key: value for key, value in asdict(source.origin).items() if value},
             "num_key_value_heads": report.source_num_key_value_heads,
         },
         "merged": [output.name for output in outputs if output.make is not None],
@@ -365,6 +354,4 @@ def _check_room(out: Path, needed: int) -> None:
     folder = next(parent for parent in out.resolve().parents if parent.exists())
     free = shutil.disk_usage(folder).free
     if free < needed + _SIDE_FILE_ROOM:
-        raise EnvironmentFailure(
-            f"{folder} has {free:,} bytes free, the result needs {needed:,}; make room first"
-        )
+        raise EnvironmentFailure(f"{folder} has {free:,} bytes free, the result needs {needed:,}; make room first")

@@ -15,6 +15,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ..common.errors import UserError
+from ..common.sources import read_json
 
 # Name in the header -> bytes per element.
 ITEM_BYTES = {
@@ -45,31 +46,6 @@ class TensorInfo:
         return self.numel * ITEM_BYTES[self.dtype]
 
 
-def load_json(path: Path, what: str) -> Any:
-    """Read a JSON file of the user's.
-
-    Raises:
-        UserError: it is missing, is not JSON, or says the same key twice.
-    """
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise UserError(f"{path}: {what} names {twice!r} twice")
-        return table
-
-    try:
-        return json.loads(path.read_bytes(), object_pairs_hook=unique)
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: it should hold the {what}") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path}: the {what} is not valid JSON ({error})") from None
-
-
 def parse_header(raw: bytes, *, shard: str, file_bytes: int) -> tuple[list[TensorInfo], dict[str, str]]:
     """Parse and check a safetensors header; ``raw`` is the JSON without its length prefix.
 
@@ -86,23 +62,30 @@ def parse_header(raw: bytes, *, shard: str, file_bytes: int) -> tuple[list[Tenso
     try:
         table = json.loads(raw)
         metadata = table.pop("__metadata__", {})
-        entries = [
-            (name, row["dtype"], tuple(row["shape"]), *row["data_offsets"]) for name, row in table.items()
-        ]
+        entries = sorted((_entry(name, row) for name, row in table.items()), key=lambda entry: entry[3:])
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise TypeError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise broken("the safetensors header is not readable") from None
     base, end, tensors = 8 + len(raw), 0, []
-    for name, dtype, shape, start, stop in sorted(entries, key=lambda entry: entry[3:]):
+    for name, dtype, shape, start, stop in entries:
         if dtype not in ITEM_BYTES:
             raise UserError(f"{shard}: tensor {name} has dtype {dtype}, which kvfold does not read")
         info = TensorInfo(name, dtype, shape, shard, base + start, base + stop)
-        if start != end or stop - start != info.nbytes or min(shape, default=0) < 0:
+        if start != end or stop - start != info.nbytes:
             raise broken(f"tensor {name} has offsets {start}..{stop} where {end}..{end + info.nbytes} belong")
         end = stop
         tensors.append(info)
     if base + end != file_bytes:
         raise broken(f"the header promises {base + end} bytes, the file has {file_bytes}")
     return tensors, metadata
+
+
+def _entry(name: str, row: Any) -> tuple[str, str, tuple[int, ...], int, int]:
+    dtype, shape, (start, stop) = row["dtype"], tuple(row["shape"]), row["data_offsets"]
+    if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+        raise TypeError
+    return name, dtype, shape, start, stop
 
 
 def read_header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
@@ -112,9 +95,7 @@ def read_header(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else HEADER_LIMIT + 1
         if length > min(HEADER_LIMIT, size - 8):
-            raise UserError(
-                f"{path.name}: no safetensors header in {size} bytes; the file is damaged, fetch it again"
-            )
+            raise UserError(f"{path.name}: no safetensors header in {size} bytes; the file is damaged, fetch it again")
         return parse_header(file.read(length), shard=path.name, file_bytes=size)
 
 
@@ -136,18 +117,10 @@ def read_index(path: Path) -> dict[str, str]:
     Raises:
         UserError: no weight map, or a file name that leads elsewhere.
     """
-    weight_map = load_json(path, "index")
-    weight_map = weight_map.get("weight_map") if isinstance(weight_map, dict) else None
+    weight_map = read_json(path, "index").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{path.name} has no weight_map; fetch the index again")
     for name, shard in weight_map.items():
-        if (
-            not isinstance(shard, str)
-            or PurePath(shard).name != shard
-            or "\\" in shard
-            or shard in ("", ".", "..")
-        ):
-            raise UserError(
-                f"{path.name} puts tensor {name} into {shard!r}, outside the checkpoint's folder; refused"
-            )
+        if not isinstance(shard, str) or PurePath(shard).name != shard or "\\" in shard or shard in ("", ".", ".."):
+            raise UserError(f"{path.name} puts tensor {name} into {shard!r}, outside the checkpoint's folder; refused")
     return weight_map

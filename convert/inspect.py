@@ -19,11 +19,11 @@ from ..common.kvcache import (
     num_attention_heads,
     num_key_value_heads,
 )
+from ..common.sources import one_line_errors, quiet, read_config, source_kind
 from .checkpoint import Checkpoint
 from .families import FAMILIES
 from .gqa import kv_head_choices, obstacle
 from .headers import FLOATS, ITEM_BYTES, TensorInfo
-from .source import hub_errors, is_hub_id, read_config
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,7 @@ class InspectReport:
     conversions: list[Conversion]
 
 
-def inspect_model(
-    src: str | Path, *, context: int | None = None, revision: str | None = None
-) -> InspectReport:
+def inspect_model(src: str | Path, *, context: int | None = None, revision: str | None = None) -> InspectReport:
     """Describe a checkpoint, reading its config and headers only.
 
     Args:
@@ -120,14 +118,10 @@ def inspect_model(
         rope_theta=rope.theta,
         rope_pairing="none" if rope.dim == 0 else family.rope if family else "unknown",
         rotary_dim=rope.dim,
-        nope_layers=text.num_hidden_layers
-        if rope.dim == 0
-        else (getattr(text, "no_rope_layers", None) or []).count(0),
+        nope_layers=text.num_hidden_layers if rope.dim == 0 else (getattr(text, "no_rope_layers", None) or []).count(0),
         sliding_window=window,
         sliding_layers=sum(
-            "sliding" in kind
-            for kind in layer_types or [window and "sliding"] * text.num_hidden_layers
-            if kind
+            "sliding" in kind for kind in layer_types or [window and "sliding"] * text.num_hidden_layers if kind
         ),
         tied_head=bool(config.tie_word_embeddings),
         dtype=FLOATS.get(dtype, dtype),
@@ -144,19 +138,17 @@ def inspect_model(
 
 def _read_headers(src: str, revision: str | None) -> tuple[Any, list[TensorInfo]]:
     """Config and tensor headers of a SOURCE, wherever it is."""
-    path = Path(src)
-    if path.is_dir():
+    kind, path = source_kind(src, revision), Path(src)
+    if kind == "folder":
         config, _ = read_config(path)
         return config, list(Checkpoint.open(path).tensors.values())
-    if path.is_file():
+    if kind == "gguf":
         from .gguf import read_gguf_config, read_gguf_headers
 
         return read_gguf_config(path), read_gguf_headers(path)
-    if path.exists() or not is_hub_id(src):
-        raise UserError(f"{src} does not exist; give a checkpoint directory, a GGUF file, or a Hub id")
     from huggingface_hub import HfApi, hf_hub_download
 
-    with hub_errors(src):
+    with one_line_errors(src), quiet():
         config, _ = read_config(Path(hf_hub_download(src, "config.json", revision=revision)).parent)
         remote = HfApi().get_safetensors_metadata(src, revision=revision)
     return config, [

@@ -48,11 +48,7 @@ def copy_side_files(
     left_out = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if (
-            name in skip
-            or path.is_dir()
-            or any(part in _SKIPPED_FOLDERS for part in path.parts[len(folder.parts) :])
-        ):
+        if name in skip or path.is_dir() or any(part in _SKIPPED_FOLDERS for part in path.parts[len(folder.parts) :]):
             continue
         if path.suffix in _STALE_SUFFIXES or path.name in _STALE_NAMES or not path.is_file():
             left_out.append(name)

@@ -126,9 +126,7 @@ def _compute(out: Output, checkpoint: Checkpoint) -> torch.Tensor:
     assert tuple(result.shape) == out.shape, (out.name, result.shape, out.shape)
     cast = result.to(torch_dtype(out.dtype)).contiguous()
     if not cast.isfinite().all():
-        raise UserError(
-            f"tensor {out.name} overflows {cast.dtype}; choose another --dtype".replace("torch.", "")
-        )
+        raise UserError(f"tensor {out.name} overflows {cast.dtype}; choose another --dtype".replace("torch.", ""))
     return cast
 
 

@@ -65,9 +65,7 @@ def cache_size(
         UserError: the model has no key/value cache, or `context` does not fit it.
         EnvironmentFailure: see `load_model`.
     """
-    loaded = load_model(
-        model, dtype="checkpoint" if dtype == "auto" else dtype, device=device, revision=revision
-    )
+    loaded = load_model(model, dtype="checkpoint" if dtype == "auto" else dtype, device=device, revision=revision)
     return measure_cache(loaded, model=str(model), context=context)
 
 

@@ -45,7 +45,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a perplexity was measured. Two figures compare when all of this but dtype and device is equal."""
+    """How a perplexity was measured. Figures compare when this (but dtype and device) and the tokenizer agree."""
 
     text_hash: str
     texts: tuple[str, ...]
@@ -124,10 +124,11 @@ def perplexity(
     )
     if bos:
         bos_rule = f"{tokenizer.bos_token} (id {tokenizer.bos_token_id}) before every window, counted in it"
-        scored_rule = "every token once"
+        scored_rule = "every token, once"
     else:
         bos_rule = "none"
-        scored_rule = "every token but the first of a window, and each once"
+        overlapping = score.stride < score.window
+        scored_rule = f"every token but the first of {'the text' if overlapping else 'each window'}, once"
     return PerplexityReport(
         model=str(model),
         perplexity=score.perplexity,

@@ -129,9 +129,7 @@ def train(
             the loss stops being a number.
     """
     if windows.ndim != 2 or windows.dtype != torch.long or len(windows) == 0 or windows.shape[1] < 2:
-        raise UserError(
-            f"windows are {windows.dtype} {tuple(windows.shape)}; give int64 (windows, tokens >= 2)"
-        )
+        raise UserError(f"windows are {windows.dtype} {tuple(windows.shape)}; give int64 (windows, tokens >= 2)")
     accelerator = accelerator or Accelerator()
     rank, processes = accelerator.process_index, accelerator.num_processes
     if knobs.batch_size % processes:
@@ -164,9 +162,7 @@ def train(
             mean = accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
             losses.clear()
             if not math.isfinite(mean):
-                raise UserError(
-                    f"the loss is {mean} at step {step + 1}; lower learning_rate ({rate:.3g} now)"
-                )
+                raise UserError(f"the loss is {mean} at step {step + 1}; lower learning_rate ({rate:.3g} now)")
             if log and accelerator.is_main_process:
                 log(StepReport(step + 1, mean, rate))
     # Autocast is wrapped around forward by `prepare`; the caller gets the model back as it was.

@@ -26,9 +26,7 @@ with output_directory(Path(sys.argv[1]), overwrite=True) as staging:
 
 
 def writer(out, text, pause=0.0):
-    return subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(out), text, str(pause)], stdout=subprocess.PIPE
-    )
+    return subprocess.Popen([sys.executable, "-c", WRITER, str(out), text, str(pause)], stdout=subprocess.PIPE)
 
 
 def content(out):

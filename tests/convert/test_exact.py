@@ -15,9 +15,7 @@ TOKENS = torch.arange(201).remainder(95).add(2).flip(0)[None]  # [1, 201]: posit
 
 
 def load(path):
-    model, info = AutoModelForCausalLM.from_pretrained(
-        path, dtype="auto", output_loading_info=True, **EAGER_EXPERTS
-    )
+    model, info = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True, **EAGER_EXPERTS)
     assert not (info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]), info
     return model.eval()
 
@@ -146,9 +144,7 @@ def test_random_is_fresh_reproducible_and_seeded(tmp_path):
     assert torch.equal(weights["a"].k_proj.weight, weights["b"].k_proj.weight)
     assert not torch.equal(weights["a"].k_proj.weight, weights["c"].k_proj.weight)
     assert not torch.equal(weights["a"].k_proj.weight, weights["a"].v_proj.weight)
-    assert weights["a"].k_proj.weight.std().item() == pytest.approx(
-        0.02, rel=0.1
-    )  # the config's initializer_range
+    assert weights["a"].k_proj.weight.std().item() == pytest.approx(0.02, rel=0.1)  # the config's initializer_range
     assert not weights["a"].k_proj.bias.any()
 
 

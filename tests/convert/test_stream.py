@@ -46,9 +46,7 @@ def data(path):
 def test_untouched_tensors_are_byte_equal_and_sharding_stays(src, tmp_path, hash, monkeypatch):
     decoded = []
     original = Checkpoint.tensor
-    monkeypatch.setattr(
-        Checkpoint, "tensor", lambda self, info: decoded.append(info.name) or original(self, info)
-    )
+    monkeypatch.setattr(Checkpoint, "tensor", lambda self, info: decoded.append(info.name) or original(self, info))
     report = convert_gqa(src, tmp_path / "out", kv_heads=2, hash=hash)
     before, after = data(src), data(tmp_path / "out")
     assert before.keys() == after.keys()
@@ -140,9 +138,7 @@ def test_dtype(src, tmp_path, dtype):
 
 
 def test_dtype_that_overflows_is_refused(src, tmp_path):
-    shard = next(
-        path for path in src.glob("*.safetensors") if any("norm" in name for name in load_file(path))
-    )
+    shard = next(path for path in src.glob("*.safetensors") if any("norm" in name for name in load_file(path)))
     state = load_file(shard)
     name = next(name for name in state if "norm" in name)
     state[name][0] = 1e6
@@ -241,8 +237,6 @@ def test_kernel_copy_falls_back_where_the_system_has_none(src, tmp_path, monkeyp
 
 def test_progress_reaches_its_total(src, tmp_path):
     seen = []
-    report = convert_gqa(
-        src, tmp_path / "out", kv_heads=2, progress=lambda done, total: seen.append((done, total))
-    )
+    report = convert_gqa(src, tmp_path / "out", kv_heads=2, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (report.bytes, report.bytes)
     assert seen == sorted(seen)

@@ -6,7 +6,7 @@ import string
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 torch.set_num_threads(1)  # threads cost these models more than they give, the more so beside other tests
@@ -48,13 +48,19 @@ def make_model(model_type: str, **settings):
 
 
 def make_tokenizer(bos: bool = True) -> PreTrainedTokenizerFast:
-    """One token a byte, ids in the order of the byte alphabet, then BOS and EOS."""
+    """One token a byte, ids in the order of the byte alphabet, then BOS and EOS.
+
+    With a BOS, it puts one before every text unless told not to, as Llama's does.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={byte: i for i, byte in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    special = {"bos_token": "<s>", "eos_token": "</s>"} if bos else {}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    if not bos:
+        return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    tokenizer.add_special_tokens([AddedToken("<s>"), AddedToken("</s>")])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS_ID)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
 
 
 @pytest.fixture
@@ -77,12 +83,9 @@ def llama():
 
 @pytest.fixture
 def text_file(tmp_path):
-    """A text of 203 bytes, some of them in characters of several."""
+    """A text of 203 bytes, four of them in two characters."""
     path = tmp_path / "text.txt"
-    generator = torch.Generator().manual_seed(1)
     letters = string.ascii_letters + " \n"
-    text = (
-        "".join(letters[i] for i in torch.randint(len(letters), (199,), generator=generator).tolist()) + "é€"
-    )
-    path.write_text(text[:-1] + "é", encoding="utf-8")
+    drawn = torch.randint(len(letters), (199,), generator=torch.Generator().manual_seed(1)).tolist()
+    path.write_text("".join(letters[i] for i in drawn) + "éü", encoding="utf-8")
     return str(path)

@@ -25,7 +25,9 @@ def nll(model, ids: list[int], scored: int) -> float:
 
 
 def token_ids(path: str) -> list[int]:
-    return make_tokenizer()(Path(path).read_text(encoding="utf-8"))["input_ids"]
+    with_bos = make_tokenizer()(Path(path).read_text(encoding="utf-8"))["input_ids"]
+    assert with_bos[0] == BOS_ID
+    return with_bos[1:]
 
 
 def test_equals_a_plain_loop_over_windows(llama, save, text_file):
@@ -61,17 +63,19 @@ def test_bos_leads_every_window_and_counts_in_it(llama, save, text_file):
     total = sum(nll(llama, [BOS_ID, *ids[i : i + 31]], len(ids[i : i + 31])) for i in range(0, len(ids), 31))
     report = perplexity(save(llama), text=[text_file], window=32, bos=True)
     assert report.tokens == len(ids)
+    assert (report.protocol.window, report.protocol.stride) == (32, 31)
     assert report.loss == pytest.approx(total / len(ids), rel=1e-6)
 
 
 def test_bos_changes_the_protocol_only_where_it_says(llama, save, text_file):
     path = save(llama)
     without, with_bos = (
-        asdict(perplexity(path, text=[text_file], window=32, stride=20, bos=bos).protocol)
-        for bos in (False, True)
+        asdict(perplexity(path, text=[text_file], window=32, stride=20, bos=bos).protocol) for bos in (False, True)
     )
     assert {key for key in without if without[key] != with_bos[key]} == {"bos", "scored"}
     assert without["bos"] == "none"
+    assert without["scored"] == "every token but the first of the text, once"
+    assert with_bos["scored"] == "every token, once"
     assert f"<s> (id {BOS_ID})" in with_bos["bos"]
 
 
@@ -109,6 +113,7 @@ def test_the_report_names_what_was_measured(llama, save, text_file, tmp_path):
     assert protocol.tokens_in_text == len(joined.encode())
     assert (protocol.window, protocol.stride, protocol.max_windows) == (CONTEXT, CONTEXT, 2)
     assert (protocol.dtype, protocol.device) == ("float64", "cpu")
+    assert protocol.scored == "every token but the first of each window, once"
     assert (report.windows, report.tokens) == (2, 2 * (CONTEXT - 1))
     assert json.loads(json.dumps(asdict(report)))["protocol"]["window"] == CONTEXT
 

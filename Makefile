@@ -1,0 +1,39 @@
+# The environment that every target uses; made by `make setup`, which the others call when they need it.
+VENV ?= .venv
+PYTHON ?= python3
+# A CPU build is small and enough for tests and demo. On a GPU machine: make setup TORCH=torch
+TORCH ?= torch==2.13.0
+JOBS ?= 2
+
+INSTALLED := $(VENV)/.kvfold-installed
+BIN := $(VENV)/bin
+
+.PHONY: setup demo test style quality real bench
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: setup
+	$(BIN)/kvfold demo
+
+test: setup
+	$(BIN)/python -m pytest -n $(JOBS)
+
+style: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+quality: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+real: setup
+	$(BIN)/python -m kvfold.recipes.real.smollm2
+
+bench: setup
+	$(BIN)/python -m kvfold.recipes.bench.convert

@@ -1,0 +1,162 @@
+"""The contract of the command line: what goes where, and which status it ends with."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from kvfold.recipes.tiny import MODEL_DIR
+
+SUBCOMMANDS = [[], ["inspect"], ["convert"], ["convert", "gqa"], ["eval"], ["eval", "ppl"], ["eval", "cache"], ["demo"]]
+
+
+def kvfold(*args, **options):
+    """Run the console script as a user would, with pipes for its output."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvfold.cli", *map(str, args)], capture_output=True, text=True, timeout=120, **options
+    )
+
+
+def one_line(result, status):
+    assert result.returncode == status, result.stderr
+    assert result.stdout == ""
+    assert result.stderr.startswith("kvfold: ")
+    assert result.stderr.count("\n") == 1, result.stderr
+    return result.stderr
+
+
+@pytest.mark.parametrize("command", SUBCOMMANDS, ids=" ".join)
+def test_help_needs_no_torch(command):
+    code = "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from kvfold.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", code, *command, "--help"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "Usage:" in result.stdout
+
+
+def test_help_is_instant():
+    times = []
+    for _ in range(3):
+        start = time.monotonic()
+        kvfold("--help")
+        times.append(time.monotonic() - start)
+    assert min(times) < 0.5
+
+
+def test_version():
+    from kvfold import __version__
+
+    assert __version__ in kvfold("--version").stdout
+
+
+def test_inspect_convert_and_eval_with_json(tmp_path):
+    """Every reporting command prints exactly one JSON object, and only that, on standard output."""
+    out = tmp_path / "gqa"
+    text = tmp_path / "text.txt"
+    text.write_text("The key value cache holds what attention remembers. " * 40)
+    reports = [
+        kvfold("inspect", MODEL_DIR, "--context", 100, "--json"),
+        kvfold("convert", "gqa", MODEL_DIR, out, "--kv-heads", 4, "--json"),
+        kvfold("convert", "gqa", MODEL_DIR, out, "--kv-heads", 2, "--json", "--overwrite", "--max-shard-size", "1MB"),
+        kvfold("eval", "ppl", out, "--text", text, "--text", text, "--window", 64, "--json"),
+        kvfold("eval", "cache", out, "--context", 32, "--json"),
+    ]
+    for result in reports:
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.count("\n") == 1
+    inspected, four, two, ppl, cache = (json.loads(result.stdout) for result in reports)
+    assert inspected["attention_kind"] == "MHA"
+    assert (four["num_key_value_heads"], two["num_key_value_heads"]) == (4, 2)
+    assert two["shards"] > four["shards"]
+    assert ppl["protocol"]["window"] == 64
+    assert ppl["tokens"] > 0
+    assert cache["measured_kv_bytes"] == cache["kv_bytes"] == 32 * cache["kv_bytes_per_token"]
+    assert all(report["model"] for report in (inspected, four, two, ppl, cache))
+
+
+def test_tables_for_people(tmp_path):
+    result = kvfold("inspect", MODEL_DIR)
+    assert "attention_kind" in result.stdout
+    assert "convert to gqa: --kv-heads 2 or 4" in result.stdout
+    result = kvfold("convert", "gqa", MODEL_DIR, tmp_path / "out", "--kv-heads", 1, "--dry-run")
+    assert result.returncode == 0
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["nonsense"],
+        ["inspect"],
+        ["inspect", "a/b/c"],
+        ["inspect", MODEL_DIR, "--context", "many"],
+        ["inspect", MODEL_DIR, "--context", "0"],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "3"],
+        ["convert", "gqa", MODEL_DIR, "out"],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--metod", "mean"],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--method", "maen"],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--max-shard-size", "big"],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--dtype", "int4"],
+        ["eval", "ppl", MODEL_DIR],
+        ["eval", "ppl", MODEL_DIR, "--text", "no-such-file"],
+        ["eval", "ppl", MODEL_DIR, "--text", "builtin", "--window", "100000"],
+        ["eval", "ppl", MODEL_DIR, "--text", "builtin", "--batch-size", "0"],
+        ["eval", "cache", MODEL_DIR, "--context", "-1"],
+        ["eval", "cache", "nowhere/at/all"],
+    ],
+    ids=lambda args: " ".join(str(a) for a in args if a != MODEL_DIR),
+)
+def test_user_errors_are_one_line_and_status_2(args, tmp_path):
+    one_line(kvfold(*args, cwd=tmp_path), 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unreachable_hub_is_status_3(tmp_path):
+    assert "Hub cannot be reached" in one_line(kvfold("inspect", "some/repo", cwd=tmp_path), 3)
+    assert "Hub cannot be reached" in one_line(kvfold("eval", "cache", "some/repo", cwd=tmp_path), 3)
+
+
+def test_failing_disk_is_status_3(tmp_path):
+    """A file in the place of OUT's parent: the system's own error, in one line."""
+    (tmp_path / "file").write_text("x")
+    line = one_line(kvfold("convert", "gqa", MODEL_DIR, tmp_path / "file/out", "--kv-heads", 2), 3)
+    assert "Not a directory" in line
+
+
+def test_our_own_fault_is_status_70_with_a_traceback():
+    code = (
+        "import kvfold.convert.inspect as i; i.inspect_model = lambda *a, **k: 1 / 0; "
+        "import sys; sys.argv = ['kvfold', 'inspect', 'x']; from kvfold.cli import main; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 70
+    assert "Traceback" in result.stderr
+    assert "ZeroDivisionError" in result.stderr
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_conversion_leaves_nothing(tmp_path, number, status):
+    code = (
+        "import sys, time\n"
+        "import kvfold.convert.gqa as g\n"
+        "g.write_weights = lambda folder, *a, **k: (print('writing', flush=True), time.sleep(60))\n"
+        "from kvfold.cli import main\n"
+        f"sys.argv = ['kvfold', 'convert', 'gqa', {str(MODEL_DIR)!r}, 'out', '--kv-heads', '2']\n"
+        "main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "writing\n"
+    assert list(tmp_path.iterdir())
+    process.send_signal(number)
+    assert process.wait(timeout=30) == status
+    assert "Traceback" not in process.stderr.read()
+    assert not list(tmp_path.iterdir())
+
+
+def test_closed_pipe_is_no_error():
+    script = f"{sys.executable} -m kvfold.cli inspect {MODEL_DIR} | head -1"
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", script], capture_output=True, text=True)
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,68 @@
+"""Every command of the README but the test command is run as it stands, in order, in one folder."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvfold.common.text import builtin_documents
+from kvfold.recipes.tiny import MODEL_DIR
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+TEST_COMMAND = "make test"
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def workplace(tmp_path):
+    """A folder with what the README says the reader has: a model and a text."""
+    shutil.copytree(MODEL_DIR, tmp_path / "my-model")
+    (tmp_path / "my-text.txt").write_text("\n\n".join(builtin_documents(held_out=True, kinds=["topics"]))[:20_000])
+    return tmp_path
+
+
+def environment():
+    """The reader's shell after `. .venv/bin/activate`: this interpreter's commands come first."""
+    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+
+def run(command, folder):
+    result = subprocess.run(["bash", "-ec", command], cwd=folder, env=environment(), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_commands_and_code(workplace):
+    commands = [line for block in blocks("bash") for line in block.splitlines()]
+    assert TEST_COMMAND in commands
+    for command in commands:
+        if not command.startswith("make "):
+            assert run(command, workplace).strip(), command
+    (code,) = blocks("python")
+    (workplace / "use.py").write_text(code)
+    said = run(f"{sys.executable} use.py", workplace)
+    assert len(said) > len("The import statement")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
+def test_make_targets(tmp_path):
+    """`make demo` runs on the environment at hand: setting up another is what CI does before this test."""
+    targets = [c for block in blocks("bash") for c in block.splitlines() if c.startswith("make ") and c != TEST_COMMAND]
+    assert targets == ["make demo"]
+    stamp = f"{sys.prefix}/.kvfold-installed"
+    said = run(f"{targets[0]} --old-file={stamp} VENV={sys.prefix}", ROOT)
+    assert "perplexity" in said
+    shown = blocks("text")[0]  # figures move with the Python version, headings and model names do not
+    assert shown.splitlines()[-5].split() == said[said.index("model   ") :].splitlines()[0].split()
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
