@@ -104,6 +104,8 @@ def check_output(out: Path, *, overwrite: bool, marker: str) -> None:
     Raises:
         UserError: it exists and `overwrite` is false, or it is not a checkpoint.
     """
+    if blocked := [parent for parent in out.parents if parent.exists() and not parent.is_dir()]:
+        raise UserError(f"{blocked[0]} is a file, so {out} cannot be created in it; choose another OUT")
     if not out.exists():
         return
     if not out.is_dir():
@@ -123,6 +125,7 @@ def output_directory(out: Path, *, overwrite: bool = False, marker: str = "confi
         OSError: the disk failed. Nothing half-written is left in either case.
     """
     out = out.resolve()
+    check_output(out, overwrite=True, marker=marker)
     staging, backup = (out.with_name(f".{out.name}.kvfold-{part}") for part in ("new", "old"))
     made = [parent for parent in out.parents if not parent.exists()]
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,8 @@ from .errors import EnvironmentFailure, KvfoldError, UserError, did_you_mean
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _GGUF_MAGIC = b"GGUF"
 _COUNTS = frozenset(
-    "num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim vocab_size n_layer n_embd n_head".split()
+    {"num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"}
+    | {"n_layer", "n_embd", "n_head"}
 )
 
 

@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from .errors import UserError, did_you_mean
@@ -56,6 +57,12 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % HELD_OUT_EVERY == 0
 
 
+@cache
+def _read_kind(kind: str) -> list[tuple[str, str]]:
+    """A kind's documents; parsing the whole library takes seconds, and its text does not change."""
+    return list(KINDS[kind]())
+
+
 def builtin_documents(*, held_out: bool, kinds: Iterable[str] = tuple(KINDS)) -> list[str]:
     """The built-in documents of the given kinds: the held-out tenth, or the other nine.
 
@@ -66,7 +73,7 @@ def builtin_documents(*, held_out: bool, kinds: Iterable[str] = tuple(KINDS)) ->
     for kind in kinds:
         if kind not in KINDS:
             raise UserError(f"unknown built-in text {kind!r}{did_you_mean(kind, KINDS)}")
-        documents += [text for name, text in KINDS[kind]() if is_held_out(name) == held_out]
+        documents += [text for name, text in _read_kind(kind) if is_held_out(name) == held_out]
     return documents
 
 

@@ -32,7 +32,7 @@ COLUMNS = {
 }
 
 NEXT_STEPS = """
-Averaging heads costs quality that training wins back; GQA at half the heads is usable before any.
+Averaging heads needs no training and costs quality, the more the fewer are left; uptraining wins it back.
 Try next:
   kvfold inspect {model}
   kvfold convert gqa {model} my-gqa --kv-heads 4

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from kvfold.common.text import builtin_documents
 from kvfold.recipes.tiny import MODEL_DIR
 

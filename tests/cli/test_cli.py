@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+
 from kvfold.recipes.tiny import MODEL_DIR
 
 SUBCOMMANDS = [[], ["inspect"], ["convert"], ["convert", "gqa"], ["eval"], ["eval", "ppl"], ["eval", "cache"], ["demo"]]
@@ -118,10 +119,17 @@ def test_unreachable_hub_is_status_3(tmp_path):
 
 
 def test_failing_disk_is_status_3(tmp_path):
-    """A file in the place of OUT's parent: the system's own error, in one line."""
+    """A limit on the size of files stands for a full disk: the system's own error, in one line."""
+    script = f"ulimit -f 1000; exec {sys.executable} -m kvfold.cli convert gqa {MODEL_DIR} new/out --kv-heads 2"
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path)
+    assert "File too large" in one_line(result, 3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_file_in_the_place_of_a_folder(tmp_path):
     (tmp_path / "file").write_text("x")
-    line = one_line(kvfold("convert", "gqa", MODEL_DIR, tmp_path / "file/out", "--kv-heads", 2), 3)
-    assert "Not a directory" in line
+    result = kvfold("convert", "gqa", MODEL_DIR, tmp_path / "file/out", "--kv-heads", 2)
+    assert "file is a file" in one_line(result, 2)
 
 
 def test_our_own_fault_is_status_70_with_a_traceback():

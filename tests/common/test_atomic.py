@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+
 from kvfold.common import atomic
 from kvfold.common.atomic import output_directory
 from kvfold.common.errors import UserError

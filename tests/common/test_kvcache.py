@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoConfig
+
 from kvfold.common import kvcache
 from kvfold.common.errors import UserError
-from transformers import AutoConfig
 
 GIB = 2**30
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}

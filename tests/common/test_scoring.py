@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
 from kvfold.common import scoring
 from kvfold.common.errors import CheckFailed, UserError
 from kvfold.common.windows import split_windows
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 VOCABULARY = 97
 COMMON = {

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvfold.common.errors import UserError
 from kvfold.common.windows import Window, batches, split_windows
 

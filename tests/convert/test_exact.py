@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from kvfold.convert.checkpoint import Checkpoint
 from kvfold.convert.families import FAMILIES
 from kvfold.convert.gqa import account, convert_gqa
 from kvfold.convert.source import open_source
-from transformers import AutoModelForCausalLM
 
 from .tiny import CASES, EAGER_EXPERTS, HEADS, make_config, make_gpt2, make_model, repeat_heads
 

@@ -6,11 +6,12 @@ import time
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
 from kvfold.common.errors import UserError
 from kvfold.convert import checkpoint
 from kvfold.convert.gqa import convert_gqa
 from kvfold.convert.inspect import inspect_model
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from .tiny import CASES, make_config, make_gpt2, make_model
 

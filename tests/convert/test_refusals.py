@@ -6,9 +6,10 @@ import struct
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from kvfold.common.errors import EnvironmentFailure, UserError
 from kvfold.convert.gqa import convert_gqa
-from safetensors.torch import load_file, save_file
 
 from .tiny import make_config, make_gpt2, make_model
 

@@ -5,12 +5,13 @@ import json
 import pytest
 import torch
 import xxhash
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
 from kvfold.common.errors import EnvironmentFailure, UserError
 from kvfold.convert import gqa
 from kvfold.convert.checkpoint import Checkpoint
 from kvfold.convert.gqa import convert_gqa
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from .tiny import make_config, make_model
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict
 
 import pytest
+
 from kvfold.common.errors import UserError
 from kvfold.eval.cache import cache_size, measure_cache
 

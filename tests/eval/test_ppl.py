@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from kvfold.common.errors import CheckFailed, UserError
 from kvfold.common.text import text_hash
 from kvfold.eval.ppl import perplexity, score_tokens

@@ -10,11 +10,12 @@ from collections import Counter
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
 from kvfold.common.errors import UserError
 from kvfold.common.text import builtin_documents, join_documents
 from kvfold.recipes.tiny import MODEL_DIR
-from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 HEADS, HEAD_DIM, CONTEXT = 8, 32, 512
 GPT2_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -8,9 +8,10 @@ from collections import Counter
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from kvfold.common.errors import UserError
 from kvfold.uptrain.loop import DECAYS, StepReport, TrainKnobs, batch_indices, lr_factor, train
-from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def micro_model(**changes) -> LlamaForCausalLM:
