@@ -17,7 +17,7 @@ def evaluate() -> None:
 
 @evaluate.command()
 @click.argument("model")
-@click.option("--text", multiple=True, required=True, help="A text file, or builtin; may be repeated.")
+@click.option("--text", multiple=True, required=True, help="A file, builtin, or hub:NAME; may be repeated.")
 @click.option("--window", type=int, help="Tokens a window.  [2048, or the model's context if smaller]")
 @click.option("--stride", type=int, help="Tokens between the starts of windows.  [no overlap]")
 @click.option("--max-windows", type=int, help="Score only the first so many windows.")

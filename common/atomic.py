@@ -16,10 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .errors import UserError
+from .errors import EnvironmentFailure, UserError
 
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
+_MARGIN = 64 << 20
+MARKER = "config.json"  # what an existing directory must hold before it may be replaced
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 
 
@@ -93,7 +95,19 @@ def _install(staging: Path, backup: Path, out: Path) -> None:
     shutil.rmtree(staging)
 
 
-def check_output(out: Path, *, overwrite: bool, marker: str) -> None:
+def check_room(path: Path, needed: int) -> None:
+    """Refuse to start what the disk cannot hold.
+
+    Raises:
+        EnvironmentFailure: fewer than `needed` bytes (and a margin for small files) are free where `path` will be.
+    """
+    folder = next(folder for folder in (path.resolve(), *path.resolve().parents) if folder.exists())
+    free = shutil.disk_usage(folder).free
+    if free < needed + _MARGIN:
+        raise EnvironmentFailure(f"{folder} has {free:,} bytes free and {needed:,} are needed; make room first")
+
+
+def check_output(out: Path, *, overwrite: bool, marker: str = MARKER) -> None:
     """Refuse an OUT that may not be written, before any work is done.
 
     Args:
@@ -117,7 +131,7 @@ def check_output(out: Path, *, overwrite: bool, marker: str) -> None:
 
 
 @contextmanager
-def output_directory(out: Path, *, overwrite: bool = False, marker: str = "config.json") -> Iterator[Path]:
+def output_directory(out: Path, *, overwrite: bool = False, marker: str = MARKER) -> Iterator[Path]:
     """Yield an empty staging directory that becomes `out` when the block ends without an error.
 
     Raises:

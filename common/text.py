@@ -1,4 +1,4 @@
-"""Text that is there without a network: the user's files, and the English that every CPython carries.
+"""Text: the user's files, datasets on the Hub, and the English that every CPython carries.
 
 The built-in kinds are read at run time from the running interpreter. They differ a little between Python
 versions, so figures on built-in text name the hash of the text, and compare models within one environment.
@@ -15,8 +15,11 @@ from functools import cache
 from pathlib import Path
 
 from .errors import UserError, did_you_mean
+from .sources import one_line_errors
 
 BUILTIN = "builtin"
+HUB = "hub:"
+_TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # suffix -> datasets' builder
 HELD_OUT_EVERY = 10
 _NOT_LIBRARY = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__"}
 
@@ -69,39 +72,85 @@ def builtin_documents(*, held_out: bool, kinds: Iterable[str] = tuple(KINDS)) ->
     Raises:
         UserError: a kind is not one of `KINDS`.
     """
-    documents = []
+    named: list[tuple[str, str]] = []
     for kind in kinds:
         if kind not in KINDS:
             raise UserError(f"unknown built-in text {kind!r}{did_you_mean(kind, KINDS)}")
-        documents += [text for name, text in _read_kind(kind) if is_held_out(name) == held_out]
-    return documents
+        named += _read_kind(kind)
+    kept = [text for name, text in named if not is_held_out(name)]
+    if not held_out:
+        return kept
+    seen = set(kept)  # a few pages stand under two names; text that was trained on is not held out
+    return [text for name, text in named if is_held_out(name) and text not in seen]
 
 
 def read_texts(names: Iterable[str]) -> list[str]:
-    """Read the texts that a user named: paths, or ``builtin`` for the held-out built-in documents.
+    """Read the texts that a user named, as documents.
+
+    Args:
+        names: each a UTF-8 text file; a `.jsonl`, `.json`, `.csv` or `.parquet` file with a column `text`;
+            `builtin` for the held-out built-in documents; or `hub:NAME[:CONFIG[:SPLIT]]` for a dataset on the
+            Hub with a column `text` (its `test` split, else `validation`, else the first).
 
     Raises:
-        UserError: a file is missing, a directory, empty, or not UTF-8.
+        UserError: a text is missing, empty, not UTF-8, or without such a column.
+        EnvironmentFailure: the Hub cannot be reached.
     """
     documents = []
     for name in names:
         if name == BUILTIN:
             documents += builtin_documents(held_out=True)
-            continue
-        path = Path(name)
-        if path.is_dir():
-            raise UserError(f"{name} is a directory; name its files one by one")
-        if not path.exists():
-            raise UserError(f"text {name} does not exist; give a path, or {BUILTIN!r}")
-        try:
-            text = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{name} is not UTF-8 text (byte {error.start}); convert it first") from None
-        if not text.strip():
-            raise UserError(f"{name} holds no text")
-        documents.append(text)
+        elif name.startswith(HUB):
+            documents += _read_hub(name)
+        else:
+            documents += _read_file(name)
     if not documents:
         raise UserError(f"no text given; name a file, or {BUILTIN!r}")
+    return documents
+
+
+def _read_file(name: str) -> list[str]:
+    path = Path(name)
+    if path.is_dir():
+        raise UserError(f"{name} is a directory; name its files one by one")
+    if not path.exists():
+        raise UserError(f"text {name} does not exist; give a path, {BUILTIN!r}, or {HUB}NAME")
+    if path.suffix in _TABLES:
+        with one_line_errors(name):
+            from datasets import load_dataset
+
+            table = load_dataset(_TABLES[path.suffix], data_files=str(path), split="train", streaming=True)
+            return _column(name, table)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 text (byte {error.start}); convert it first") from None
+    if not text.strip():
+        raise UserError(f"{name} holds no text")
+    return [text]
+
+
+def _read_hub(name: str) -> list[str]:
+    dataset, config, split = [*name.removeprefix(HUB).split(":"), None, None][:3]
+    with one_line_errors(name):
+        from datasets import get_dataset_split_names, load_dataset
+
+        if not split:
+            splits = get_dataset_split_names(dataset, config)
+            split = next((wanted for wanted in ("test", "validation") if wanted in splits), splits[0])
+        return _column(name, load_dataset(dataset, config, split=split, streaming=True))
+
+
+def _column(name: str, rows: Iterable[dict]) -> list[str]:
+    """The column `text` of a table; empty rows hold no document."""
+    documents = []
+    for row in rows:
+        if not isinstance(row.get("text"), str):
+            raise UserError(f"{name} has no column 'text' of strings (its columns: {', '.join(row)})")
+        if row["text"].strip():
+            documents.append(row["text"])
+    if not documents:
+        raise UserError(f"{name} holds no text")
     return documents
 
 

@@ -104,7 +104,7 @@ class Family:
         only_kv_heads: the KV head counts that the target architecture can hold; empty for every divisor.
         becomes: the family of the result, where the source's own architecture cannot hold it.
         config: what the result's config says beside the number of KV heads.
-        refuses: config attributes that must be false, with the reason.
+        refuses: config attributes with the value that cannot be converted, and why.
     """
 
     name: str
@@ -117,7 +117,7 @@ class Family:
     only_kv_heads: tuple[int, ...] = ()
     becomes: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
-    refuses: Mapping[str, str] = field(default_factory=dict)
+    refuses: Mapping[str, tuple[bool, str]] = field(default_factory=dict)
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
@@ -412,8 +412,8 @@ _ROWS = (
         becomes="gpt_bigcode",
         config={"architectures": ["GPTBigCodeForCausalLM"], "model_type": "gpt_bigcode", "multi_query": True},
         refuses={
-            "scale_attn_by_inverse_layer_idx": "gpt_bigcode does not scale attention by the layer number",
-            "add_cross_attention": "cross attention has a second cache that gpt_bigcode cannot share",
+            "scale_attn_by_inverse_layer_idx": (True, "gpt_bigcode does not scale attention by the layer number"),
+            "add_cross_attention": (True, "gpt_bigcode has no multi-query form of cross attention"),
         },
     ),
     Family(
@@ -422,7 +422,10 @@ _ROWS = (
         rope="none",
         norm="layer",
         only_kv_heads=(1,),
-        refuses={"add_cross_attention": "cross attention is not converted"},
+        refuses={
+            "multi_query": (False, "query, key and value rows are then interleaved head by head"),
+            "add_cross_attention": (True, "cross attention is not converted"),
+        },
     ),
 )
 FAMILIES: dict[str, Family] = {row.name: row for row in _ROWS}

@@ -21,8 +21,8 @@ from ..common.kvcache import (
 )
 from ..common.sources import one_line_errors, quiet, read_config, source_kind
 from .checkpoint import Checkpoint
+from .checks import kv_head_choices, obstacle
 from .families import FAMILIES
-from .gqa import kv_head_choices, obstacle
 from .headers import FLOATS, ITEM_BYTES, TensorInfo
 
 

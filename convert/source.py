@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..common.atomic import check_room
 from ..common.sources import one_line_errors, quiet, read_config, source_kind
 from .checkpoint import Checkpoint
 from .families import Family, find_family
@@ -65,13 +65,12 @@ def fetch(source: str, revision: str | None) -> Path:
 
 
 @contextmanager
-def open_source(source: str, *, revision: str | None = None, scratch: Path | None = None) -> Iterator[Source]:
+def open_source(source: str, *, revision: str | None = None) -> Iterator[Source]:
     """Open a SOURCE for conversion.
 
     Args:
         source: a directory, a GGUF file (dequantised to fp32 through transformers), or a Hub id.
         revision: of the Hub repository.
-        scratch: where a GGUF file may be dequantised; the system's temporary folder if None.
 
     Raises:
         UserError: nothing is there, or it is not a checkpoint that can be read.
@@ -81,7 +80,7 @@ def open_source(source: str, *, revision: str | None = None, scratch: Path | Non
     if kind == "folder":
         yield _open(source, Path(source), Origin(Path(source).resolve().name))
     elif kind == "gguf":
-        with dequantised(Path(source), scratch) as folder:
+        with dequantised(Path(source)) as folder:
             yield _open(source, folder, Origin(Path(source).name))
     else:
         folder = fetch(source, revision)
@@ -94,13 +93,15 @@ def _open(name: str, folder: Path, origin: Origin) -> Source:
 
 
 @contextmanager
-def dequantised(path: Path, scratch: Path | None) -> Iterator[Path]:
-    """A GGUF file as a normal checkpoint in a temporary folder."""
-    from .gguf import dequantise
+def dequantised(path: Path) -> Iterator[Path]:
+    """A GGUF file as a normal fp32 checkpoint, in a temporary folder (TMPDIR says where).
 
-    folder = Path(tempfile.mkdtemp(prefix=".kvfold-gguf-", dir=scratch))
-    try:
-        dequantise(path, folder)
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    Raises:
+        EnvironmentFailure: there is no room for it.
+    """
+    from .gguf import dequantise, read_gguf_headers
+
+    with tempfile.TemporaryDirectory(prefix="kvfold-gguf-") as folder:
+        check_room(Path(folder), 4 * sum(info.numel for info in read_gguf_headers(path)))
+        dequantise(path, Path(folder))
+        yield Path(folder)

@@ -5,8 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvfold.convert.checkpoint import Checkpoint
+from kvfold.convert.checks import account
 from kvfold.convert.families import FAMILIES
-from kvfold.convert.gqa import account, convert_gqa
+from kvfold.convert.gqa import convert_gqa
 from kvfold.convert.source import open_source
 
 from .tiny import CASES, EAGER_EXPERTS, HEADS, make_config, make_gpt2, make_model, repeat_heads

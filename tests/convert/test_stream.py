@@ -8,8 +8,8 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from kvfold.common import atomic
 from kvfold.common.errors import EnvironmentFailure, UserError
-from kvfold.convert import gqa
 from kvfold.convert.checkpoint import Checkpoint
 from kvfold.convert.gqa import convert_gqa
 
@@ -96,7 +96,7 @@ def test_record_tells_recipe_and_true_hashes(src, tmp_path):
         "command": "convert gqa", "kv_heads": 2, "method": "first", "seed": 7, "dtype": None
     }  # fmt: skip
     assert record["source"]["name"] == "src"  # not the whole path
-    assert "model.layers.0.self_attn.k_proj.weight" in record["merged"]
+    assert "model.layers.0.self_attn.k_proj.weight" in record["computed"]
     written = {p.relative_to(tmp_path / "a").as_posix() for p in (tmp_path / "a").rglob("*") if p.is_file()}
     assert set(record["files"]) == written - {"kvfold.json"}
     for name, entry in record["files"].items():
@@ -217,7 +217,7 @@ def test_bin_with_code_inside_is_refused(tmp_path):
 
 
 def test_full_disk_is_told_before_the_work(src, tmp_path, monkeypatch):
-    monkeypatch.setattr(gqa.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 1000}))
     with pytest.raises(EnvironmentFailure, match="1,000 bytes free"):
         convert_gqa(src, tmp_path / "out", kv_heads=2)
     assert not (tmp_path / "out").exists()

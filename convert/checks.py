@@ -1,0 +1,74 @@
+"""What can be converted, and whether a checkpoint is whole: everything that is refused before work starts."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from ..common.errors import UserError, divisors
+from ..common.kvcache import num_key_value_heads
+from .families import FAMILIES, Family, Promise
+from .source import Source
+
+
+def obstacle(config: Any) -> str | None:
+    """Why a model cannot be converted to fewer KV heads at all, or None."""
+    if getattr(config, "kv_lora_rank", None):
+        return "its attention is MLA already: it caches one latent a token and has no KV heads to merge"
+    if config.model_type not in FAMILIES:
+        near = difflib.get_close_matches(config.model_type, FAMILIES, n=1)
+        hint = f"the nearest name is {near[0]}" if near else f"known are {', '.join(sorted(FAMILIES))}"
+        return f"family {config.model_type!r} is not supported; {hint}"
+    if quantization := getattr(config, "quantization_config", None):
+        kind = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        return f"its weights are quantised ({kind}); convert the unquantised checkpoint"
+    for attribute, (value, reason) in FAMILIES[config.model_type].refuses.items():
+        if getattr(config, attribute, None) is value:
+            return f"{attribute} is {str(value).lower()}: {reason}"
+    return None
+
+
+def kv_head_choices(config: Any, family: Family) -> list[int]:
+    """The KV head counts that a model can be converted to, its own included where the target can hold it."""
+    choices = divisors(num_key_value_heads(config))
+    return [n for n in choices if not family.only_kv_heads or n in family.only_kv_heads]
+
+
+def check_convertible(source: Source, kv_heads: int) -> None:
+    """Check family, features and head counts, before a tensor is looked at.
+
+    Raises:
+        UserError: with the numbers that are possible.
+    """
+    if reason := obstacle(source.config):
+        raise UserError(f"{source.name} cannot be converted: {reason}")
+    choices = kv_head_choices(source.config, source.family)
+    if kv_heads not in choices:
+        heads = num_key_value_heads(source.config)
+        raise UserError(f"{heads} KV heads cannot form {kv_heads} groups; try {', '.join(map(str, choices))}")
+
+
+def account(source: Source) -> dict[str, Promise]:
+    """Match what is stored against what the family's table promises: each tensor once, none missing.
+
+    Returns:
+        The promise for every stored tensor, by name.
+
+    Raises:
+        UserError: names the first tensor that is missing, unknown, or of another shape.
+    """
+    stored = source.checkpoint.tensors
+    promised = source.family.promises(source.config, stored)
+    model = f"a {source.family.name} model with this config"
+    for name, info in stored.items():
+        if name not in promised:
+            near = difflib.get_close_matches(name, promised, n=1)
+            hint = f" (the nearest is {near[0]})" if near else ""
+            raise UserError(f"tensor {name} has no place in {model}{hint}; remove it, or mend the config")
+        promise = promised[name]
+        if promise.weight.rule != "drop" and info.shape != promise.shape:
+            raise UserError(f"tensor {name} has shape {list(info.shape)}; the config says {list(promise.shape)}")
+    for name, promise in promised.items():
+        if name not in stored and not promise.optional:
+            raise UserError(f"tensor {name} is missing; {model} needs it")
+    return {name: promised[name] for name in stored}

@@ -1,0 +1,121 @@
+"""The new checkpoint directory, whatever the conversion: weights, side files, config and record, or nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..common.atomic import check_output, check_room, output_directory
+from ..common.errors import UserError
+from ..common.progress import Progress
+from ..common.sources import read_json
+from .checkpoint import INDEX
+from .headers import ITEM_BYTES
+from .sidefiles import copy_side_files, hash_files
+from .source import Source
+from .stream import Output, shard_names, split_by_size, write_weights
+
+RECORD = "kvfold.json"
+FORMAT_VERSION = 1
+
+Layout = list[tuple[str, list[Output], dict[str, str]]]
+"""File name, tensors and safetensors metadata of each shard to be written."""
+
+
+def check_paths(src: str, out: Path, *, overwrite: bool) -> None:
+    """Refuse an OUT that may not be written, before any work is done.
+
+    Raises:
+        UserError: it exists, or it and the source lie inside one another.
+    """
+    check_output(out, overwrite=overwrite)
+    source, target = Path(src).resolve(), out.resolve()
+    if source.exists() and (source == target or source in target.parents or target in source.parents):
+        raise UserError(f"{out} and the source {src} lie inside one another; choose an OUT elsewhere")
+
+
+def lay_out(source: Source, outputs: Sequence[Output], max_shard_size: int | None) -> Layout:
+    """Deal the outputs to files: as in the source, or anew by size (bytes a shard)."""
+    # Wider elements first keeps every tensor aligned; it changes nothing in a file that the library wrote.
+    if max_shard_size is not None:
+        shards = split_by_size(outputs, max_shard_size)
+        names = shard_names(len(shards))
+        metadata = [source.checkpoint.metadata[shard[0].sources[0].shard] for shard in shards]
+    else:
+        by_shard: dict[str, list[Output]] = {}
+        for out in outputs:
+            by_shard.setdefault(out.sources[0].shard, []).append(out)
+        shards = list(by_shard.values())
+        names = [name.replace("pytorch_model", "model").replace(".bin", ".safetensors") for name in by_shard]
+        metadata = [source.checkpoint.metadata[shard] for shard in by_shard]
+    aligned = [sorted(shard, key=lambda out: -ITEM_BYTES[out.dtype]) for shard in shards]
+    return list(zip(names, aligned, metadata, strict=True))
+
+
+def write_directory(
+    source: Source,
+    out: Path,
+    layout: Layout,
+    *,
+    config: dict[str, Any],
+    recipe: dict[str, Any],
+    dropped: Sequence[str],
+    overwrite: bool,
+    hashing: bool,
+    progress: Progress | None,
+) -> list[str]:
+    """Write a checkpoint directory; it appears whole or not at all.
+
+    Args:
+        config: the new config.json.
+        recipe: how the weights were made, for the record.
+        dropped: the source's tensors that have no successor.
+
+    Returns:
+        The source's files that were left out, because they would be stale beside the new weights.
+
+    Raises:
+        UserError: a tensor cannot be computed, or `out` may not be written.
+        EnvironmentFailure: no room on the disk.
+    """
+    check_room(out, sum(output.nbytes for _, outputs, _ in layout for output in outputs))
+    with output_directory(out, overwrite=overwrite) as staging:
+        hashes = write_weights(staging, layout, source.checkpoint, hashing=hashing, progress=progress)
+        skip = {*source.checkpoint.files, "config.json", RECORD}
+        side_hashes, left_out = copy_side_files(source.folder, staging, skip=skip, hashing=hashing)
+        _write_json(staging / "config.json", config)
+        hashes |= side_hashes | hash_files(staging, ("config.json", INDEX), hashing=hashing)
+        record = {
+            "format_version": FORMAT_VERSION,
+            "recipe": recipe,
+            "versions": _versions(),
+            "source": _source_record(source),
+            "computed": [out.name for _, outputs, _ in layout for out in outputs if out.make],
+            "dropped": list(dropped),
+            "left_out": left_out,
+            "files": {name: {"xxh3_128": digest} if digest else {} for name, digest in sorted(hashes.items())},
+        }
+        _write_json(staging / RECORD, record)
+    return left_out
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    return {"kvfold": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _source_record(source: Source) -> dict[str, Any]:
+    record = {key: value for key, value in asdict(source.origin).items() if value}
+    if (source.folder / RECORD).is_file():  # converted before: the whole history stays
+        record["record"] = read_json(source.folder / RECORD, "record of an earlier conversion")
+    return record
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
