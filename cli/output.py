@@ -65,8 +65,7 @@ def _say(key: str, value: Any) -> str:
 
 
 def _unit(count: int) -> str:
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        count_in_unit = count / 1024 ** (("KiB", "MiB", "GiB", "TiB").index(unit) + 1)
-        if 1 <= count_in_unit < 1024:
-            return f" ({count_in_unit:.2f} {unit})"
+    for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1):
+        if 1 <= (scaled := count / 1024**power) < 1024:
+            return f" ({scaled:.2f} {unit})"
     return ""
