@@ -147,8 +147,8 @@ def test_our_own_fault_is_status_70_with_a_traceback():
 def test_interrupted_conversion_leaves_nothing(tmp_path, number, status):
     code = (
         "import sys, time\n"
-        "import kvfold.convert.gqa as g\n"
-        "g.write_weights = lambda folder, *a, **k: (print('writing', flush=True), time.sleep(60))\n"
+        "import kvfold.convert.directory as d\n"
+        "d.write_weights = lambda folder, *a, **k: (print('writing', flush=True), time.sleep(60))\n"
         "from kvfold.cli import main\n"
         f"sys.argv = ['kvfold', 'convert', 'gqa', {str(MODEL_DIR)!r}, 'out', '--kv-heads', '2']\n"
         "main()\n"
