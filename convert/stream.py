@@ -1,4 +1,4 @@
-"""Writing a checkpoint tensor by tensor: at most one tensor in memory, untouched bytes never decoded."""
+"""Writing a checkpoint tensor by tensor: one tensor of a shard in memory, untouched bytes never decoded."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
 from ..common.errors import UserError
 from ..common.progress import Progress
-from .checkpoint import INDEX, Checkpoint, torch_dtype
+from .checkpoint import INDEX, Checkpoint, is_finite, torch_dtype
 from .headers import ITEM_BYTES, TensorInfo, pack_header
 
 if TYPE_CHECKING:
@@ -125,7 +127,7 @@ def _compute(out: Output, checkpoint: Checkpoint) -> torch.Tensor:
     result = out.make(sources) if out.make else sources[0]
     assert tuple(result.shape) == out.shape, (out.name, result.shape, out.shape)
     cast = result.to(torch_dtype(out.dtype)).contiguous()
-    if not cast.isfinite().all():
+    if not is_finite(cast):
         raise UserError(f"tensor {out.name} overflows {cast.dtype}; choose another --dtype".replace("torch.", ""))
     return cast
 
@@ -173,18 +175,30 @@ def write_weights(
         File name -> hash (None without hashing).
     """
     total = sum(out.nbytes for _, outputs, _ in layout for out in outputs)
-    done = 0
+    done, lock, failed = 0, Lock(), Event()
 
     def advance(count: int) -> None:
         nonlocal done
-        done += count
-        if progress:
-            progress(done, total)
+        if failed.is_set():
+            raise CancelledError
+        with lock:
+            done += count
+            if progress:
+                progress(done, total)
 
-    hashes = {
-        name: write_shard(folder / name, outputs, metadata, checkpoint, hashing=hashing, advance=advance)
-        for name, outputs, metadata in layout
-    }
+    def write(name: str, outputs: Sequence[Output], metadata: dict[str, str]) -> str | None:
+        return write_shard(folder / name, outputs, metadata, checkpoint, hashing=hashing, advance=advance)
+
+    # Two shards at a time: while one computes or hashes, the other one's bytes move.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        tasks = {name: pool.submit(write, name, outputs, metadata) for name, outputs, metadata in layout}
+        try:
+            for task in as_completed(tasks.values()):
+                task.result()
+        except BaseException:
+            failed.set()  # an interrupt reaches only this thread
+            raise
+    hashes = {name: task.result() for name, task in tasks.items()}
     if len(layout) > 1:
         weight_map = {out.name: name for name, outputs, _ in layout for out in outputs}
         index: dict[str, Any] = {
