@@ -24,19 +24,25 @@ HELD_OUT_EVERY = 10
 _NOT_LIBRARY = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__"}
 
 
-def topics() -> Iterator[tuple[str, str]]:
+Wanted = Callable[[str], bool]
+"""Says whether a document is wanted, by its name: what is not need not be read."""
+
+
+def topics(wanted: Wanted) -> Iterator[tuple[str, str]]:
     """Python's language reference as `(name, text)` documents, from `pydoc_data.topics`."""
     from pydoc_data.topics import topics as pages
 
-    for name, text in sorted(pages.items()):
-        yield f"topic:{name}", text.strip()
+    # A few pages stand under two names; here under the last, so that no text is on both sides of a line.
+    names = {text.strip(): f"topic:{name}" for name, text in sorted(pages.items())}
+    yield from ((name, text) for text, name in names.items() if wanted(name))
 
 
-def docstrings() -> Iterator[tuple[str, str]]:
+def docstrings(wanted: Wanted) -> Iterator[tuple[str, str]]:
     """The standard library's docstrings, one document a module. Sources are parsed, never imported."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
-        if _NOT_LIBRARY.intersection(path.relative_to(root).parts):
+        name = f"docstrings:{path.relative_to(root).as_posix()}"
+        if _NOT_LIBRARY.intersection(path.relative_to(root).parts) or not wanted(name):
             continue
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -49,10 +55,10 @@ def docstrings() -> Iterator[tuple[str, str]]:
             and (doc := ast.get_docstring(node, clean=False))
         ]
         if text := "\n\n".join(part for part in parts if part):
-            yield f"docstrings:{path.relative_to(root).as_posix()}", text
+            yield name, text
 
 
-KINDS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {"topics": topics, "docstrings": docstrings}
+KINDS: dict[str, Callable[[Wanted], Iterator[tuple[str, str]]]] = {"topics": topics, "docstrings": docstrings}
 
 
 def is_held_out(name: str) -> bool:
@@ -61,9 +67,9 @@ def is_held_out(name: str) -> bool:
 
 
 @cache
-def _read_kind(kind: str) -> list[tuple[str, str]]:
-    """A kind's documents; parsing the whole library takes seconds, and its text does not change."""
-    return list(KINDS[kind]())
+def _read_kind(kind: str, held_out: bool) -> list[str]:
+    """One side of a kind; kept, because parsing the library takes seconds and its text does not change."""
+    return [text for _, text in KINDS[kind](lambda name: is_held_out(name) == held_out)]
 
 
 def builtin_documents(*, held_out: bool, kinds: Iterable[str] = tuple(KINDS)) -> list[str]:
@@ -72,16 +78,12 @@ def builtin_documents(*, held_out: bool, kinds: Iterable[str] = tuple(KINDS)) ->
     Raises:
         UserError: a kind is not one of `KINDS`.
     """
-    named: list[tuple[str, str]] = []
+    documents: list[str] = []
     for kind in kinds:
         if kind not in KINDS:
             raise UserError(f"unknown built-in text {kind!r}{did_you_mean(kind, KINDS)}")
-        named += _read_kind(kind)
-    kept = [text for name, text in named if not is_held_out(name)]
-    if not held_out:
-        return kept
-    seen = set(kept)  # a few pages stand under two names; text that was trained on is not held out
-    return [text for name, text in named if is_held_out(name) and text not in seen]
+        documents += _read_kind(kind, held_out)
+    return documents
 
 
 def read_texts(names: Iterable[str]) -> list[str]:
