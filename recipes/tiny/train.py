@@ -192,4 +192,5 @@ if __name__ == "__main__":
     try:
         main()
     except KvfoldError as error:
-        raise SystemExit(f"error: {error}") from None
+        click.echo(f"error: {error}", err=True)
+        raise SystemExit(error.exit_status) from None

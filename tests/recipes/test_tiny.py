@@ -115,7 +115,7 @@ def test_every_layer_is_used(model, windows):
     for layer in model.model.layers:
         kept = layer.self_attn.o_proj.weight.data.clone()
         layer.self_attn.o_proj.weight.data.zero_()
-        assert loss_of(model, windows) > whole + 0.05
+        assert loss_of(model, windows) > whole + 0.01
         layer.self_attn.o_proj.weight.data.copy_(kept)
 
 
