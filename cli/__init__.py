@@ -6,21 +6,30 @@ import what they need when they run, so that `kvfold --help` needs neither torch
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import signal
 import sys
 import traceback
+from pathlib import Path
 from typing import NoReturn
 
 import click
 
 from .. import __version__
-from ..common.errors import EnvironmentFailure, KvfoldError
+from ..common.errors import EnvironmentFailure, KvfoldError, UserError
 from .convert import convert
 from .demo import demo
 from .eval import evaluate
 from .inspect import inspect
 
-INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+# The system's errors that say that a path cannot be, rather than that the machine failed.
+_WRONG_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+
+
+class _Stopped(BaseException):
+    """A signal asked us to end. Not a KeyboardInterrupt, of which click makes a line of its own."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -35,13 +44,23 @@ for command in (inspect, convert, evaluate, demo):
 
 def main() -> NoReturn:
     """Run `kvfold` and exit: 0 done, 1 a check failed, 2 wrong input, 3 the machine failed, 70 our fault."""
-    signal.signal(signal.SIGTERM, _terminate)
-    sys.exit(_run())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _stop)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="backslashreplace")
+    status = _run()
+    if "torch" in sys.modules:  # taking it down again costs a third of a second, and nobody is left to see it
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _run() -> int:
     try:
         kvfold.main(standalone_mode=False)
+        sys.stdout.flush()
         return 0
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
@@ -49,18 +68,24 @@ def _run() -> int:
     except click.UsageError as error:
         help_of = error.ctx.command_path if error.ctx else "kvfold"
         return _fail(f"{error.format_message()} See {help_of} --help.", 2)
-    except (KeyboardInterrupt, click.Abort):
-        return _fail("interrupted; nothing half-written is left", INTERRUPTED)
+    except _Stopped as stopped:
+        return _fail("stopped; nothing half-written is left", 128 + stopped.args[0])
     except KvfoldError as error:
         return _fail(str(error), error.exit_status)
-    except BrokenPipeError:  # whoever read our output has seen enough
-        sys.stderr.close()
+    except (BrokenPipeError, SystemExit) as error:
+        if not isinstance(error.__context__ or error, BrokenPipeError):
+            raise
+        # Whoever read our output has seen enough (click makes an exit of that); what is buffered goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (OSError, MemoryError) as error:
-        return _fail(f"the machine failed: {error or 'out of memory'}", EnvironmentFailure.exit_status)
+    except OSError as error:
+        if error.errno in _WRONG_PATH:
+            return _fail(f"this path cannot be used: {error}", UserError.exit_status)
+        return _fail(f"the machine failed: {error}", EnvironmentFailure.exit_status)
     except Exception as error:
-        if "out of memory" in str(error).lower() or "can't allocate memory" in str(error):  # torch's
-            return _fail("the machine failed: out of memory; try a narrower --dtype", EnvironmentFailure.exit_status)
+        # torch has several ways to say it
+        if isinstance(error, MemoryError) or re.search(r"out of memory|can't allocate memory", str(error)):
+            return _fail("the machine failed: out of memory", EnvironmentFailure.exit_status)
         traceback.print_exc()
         return _fail("this is a fault of kvfold; please report the lines above", KvfoldError.exit_status)
 
@@ -70,5 +95,8 @@ def _fail(message: str, status: int) -> int:
     return status
 
 
-def _terminate(number: int, frame: object) -> NoReturn:
-    raise SystemExit(TERMINATED)  # unwinds the stack, so that temporary directories go
+def _stop(number: int, frame: object) -> NoReturn:
+    """Unwind the stack, so that temporary directories go; a second signal changes nothing."""
+    for again in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(again, signal.SIG_IGN)
+    raise _Stopped(number)

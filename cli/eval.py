@@ -18,10 +18,10 @@ def evaluate() -> None:
 @evaluate.command()
 @click.argument("model")
 @click.option("--text", multiple=True, required=True, help="A file, builtin, or hub:NAME; may be repeated.")
-@click.option("--window", type=int, help="Tokens a window.  [2048, or the model's context if smaller]")
-@click.option("--stride", type=int, help="Tokens between the starts of windows.  [no overlap]")
-@click.option("--max-windows", type=int, help="Score only the first so many windows.")
-@click.option("--batch-size", type=int, default=1, show_default=True, help="Does not change the result.")
+@click.option("--window", type=options.count, help="Tokens a window.  [2048, or the model's context if smaller]")
+@click.option("--stride", type=options.count, help="Tokens between the starts of windows.  [no overlap]")
+@click.option("--max-windows", type=options.count, help="Score only the first so many windows.")
+@click.option("--batch-size", type=options.count, default=1, show_default=True, help="Does not change the result.")
 @click.option("--bos", is_flag=True, help="Put the tokenizer's BOS before every window.")
 @options.run_dtype
 @options.device
@@ -39,7 +39,7 @@ def ppl(model: str, as_json: bool, **knobs: Any) -> None:
 
 @evaluate.command()
 @click.argument("model")
-@click.option("--context", type=int, help="Tokens of the sequence.  [512, or the model's context if smaller]")
+@click.option("--context", type=options.count, help="Tokens of the sequence.  [512, or the model's context if smaller]")
 @options.run_dtype
 @options.device
 @options.revision

@@ -10,7 +10,7 @@ from .output import print_report
 
 @click.command()
 @click.argument("src")
-@click.option("--context", type=int, help="Tokens of the sequence whose cache is sized.  [the model's context]")
+@click.option("--context", type=options.count, help="Tokens of the sequence to size.  [the model's context]")
 @options.revision
 @options.as_json
 def inspect(src: str, context: int | None, revision: str | None, as_json: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+MOST = 2**53  # more of anything than a machine holds, and exact as a float
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -22,8 +23,12 @@ class Size(click.ParamType):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", value.strip().lower())
         if not match:
             self.fail(f"{value!r} is not a size; write 500000, 200MB or 2GiB", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2] or ""])
+        if (size := float(match[1]) * _UNITS[match[2] or ""]) > MOST:
+            self.fail(f"{value[:20]}... is more bytes than there are", param, ctx)
+        return int(size)
 
+
+count = click.IntRange(max=MOST)
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object.")
 revision = click.option("--revision", help="Branch, tag or commit of a Hub id.")

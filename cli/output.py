@@ -18,7 +18,7 @@ def print_report(report: Any, *, as_json: bool, hide: Sequence[str] = ()) -> Non
     """Print one report; `hide` names fields that the caller shows in another way."""
     data = to_dict(report)
     if as_json:
-        json.dump(data, sys.stdout, ensure_ascii=False, allow_nan=False)
+        json.dump(data, sys.stdout, allow_nan=False)
         print()
         return
     rows = [(key, _say(key, value)) for key, value in _flat(data).items() if key not in hide]

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from .errors import EnvironmentFailure, UserError
 _AT_FDCWD = -100
 _NOREPLACE, _EXCHANGE = 1, 2
 _MARGIN = 64 << 20
-MARKER = "config.json"  # what an existing directory must hold before it may be replaced
+_LONGEST_NAME = 200  # bytes; most file systems hold 255, and the siblings add some
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
 
 
@@ -46,24 +48,34 @@ def _empty(folder: Path) -> None:
             entry.unlink()
 
 
+def _lock(folder: Path, *, wait: bool = False) -> int:
+    """Lock a directory; the lock lasts as long as the descriptor. Never through a symbolic link."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
 def _claim(staging: Path, out: Path) -> int:
     """Create or take over the staging directory; the descriptor returned holds its lock."""
+    if staging.is_symlink() or (staging.exists() and not staging.is_dir()):
+        raise UserError(f"{staging} stands where the work on {out} belongs; move it away")
     while True:
         staging.mkdir(exist_ok=True)
         try:
-            descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = _lock(staging)
         except FileNotFoundError:  # its writer finished between the two calls
             continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The lock counts only if the name still leads to the directory that was locked.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), staging.stat()):
-                    _empty(staging)
-                    return descriptor
         except BlockingIOError:
-            os.close(descriptor)
             raise UserError(f"another kvfold is writing {out}; wait for it, or choose another OUT") from None
+        # The lock counts only if the name still leads to the directory that was locked.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), staging.stat()):
+                _empty(staging)
+                return descriptor
         os.close(descriptor)
 
 
@@ -78,21 +90,36 @@ def _flush(folder: Path) -> None:
 
 
 def _install(staging: Path, backup: Path, out: Path) -> None:
+    """Move the finished directory to its name; what it replaces goes."""
     if not out.exists():
         if not _rename_with(_NOREPLACE, staging, out):
             staging.rename(out)
         return
     _flush(staging)
-    if not _rename_with(_EXCHANGE, staging, out):
+    # Exchanged, the old directory carries the staging name: locked too, so that no other writer takes it over
+    # while it is being removed.
+    old = _lock(out, wait=True)
+    try:
+        if _rename_with(_EXCHANGE, staging, out):
+            shutil.rmtree(staging)
+            return
         out.rename(backup)  # a kill before the next line leaves the backup, which the next run restores
         try:
             staging.rename(out)
         except BaseException:
             backup.rename(out)
             raise
-        shutil.rmtree(backup)
-        return
-    shutil.rmtree(staging)
+        shutil.rmtree(backup, ignore_errors=True)  # the next writer may be removing it as well
+    finally:
+        os.close(old)
+
+
+def siblings(out: Path) -> tuple[Path, Path]:
+    """Where the new directory is written, and where the old one waits on systems without an atomic exchange."""
+    name = out.name
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        name = f"{name[:50]}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
+    return out.with_name(f".{name}.kvfold-new"), out.with_name(f".{name}.kvfold-old")
 
 
 def check_room(path: Path, needed: int) -> None:
@@ -101,63 +128,83 @@ def check_room(path: Path, needed: int) -> None:
     Raises:
         EnvironmentFailure: fewer than `needed` bytes (and a margin for small files) are free where `path` will be.
     """
-    folder = next(folder for folder in (path.resolve(), *path.resolve().parents) if folder.exists())
+    folder = next(folder for folder in (real_path(path), *real_path(path).parents) if folder.exists())
     free = shutil.disk_usage(folder).free
     if free < needed + _MARGIN:
         raise EnvironmentFailure(f"{folder} has {free:,} bytes free and {needed:,} are needed; make room first")
 
 
-def check_output(out: Path, *, overwrite: bool, marker: str = MARKER) -> None:
+def check_output(out: Path, *, overwrite: bool | None) -> None:
     """Refuse an OUT that may not be written, before any work is done.
 
     Args:
         out: the directory to appear.
-        overwrite: whether the user allowed an existing one to be replaced.
-        marker: a file that shows that an existing directory is one of ours to replace.
+        overwrite: whether the user allowed an existing checkpoint to be replaced; None where nobody can.
 
     Raises:
-        UserError: it exists and `overwrite` is false, or it is not a checkpoint.
+        UserError: it exists and may not be replaced, or what exists is no checkpoint.
     """
-    if blocked := [parent for parent in out.parents if parent.exists() and not parent.is_dir()]:
+    target = real_path(out)
+    if blocked := [parent for parent in target.parents if parent.exists() and not parent.is_dir()]:
         raise UserError(f"{blocked[0]} is a file, so {out} cannot be created in it; choose another OUT")
-    if not out.exists():
+    if not target.exists():
         return
-    if not out.is_dir():
+    if not target.is_dir():
         raise UserError(f"{out} is a file; OUT is the directory to create")
     if not overwrite:
-        raise UserError(f"{out} exists; choose another OUT, or replace it with --overwrite")
-    if any(out.iterdir()) and not (out / marker).is_file():
-        raise UserError(f"{out} is not a checkpoint (no {marker}), so --overwrite does not replace it; move it away")
+        way_out = "" if overwrite is None else ", or replace it with --overwrite"
+        raise UserError(f"{out} exists; choose another name{way_out}")
+    if Path.cwd().is_relative_to(target):
+        raise UserError(f"{out} holds the current directory; --overwrite does not replace that")
+    if any(target.iterdir()) and not _is_checkpoint(target):
+        raise UserError(f"{out} is not a checkpoint, so --overwrite does not replace it; move it away")
+
+
+def real_path(path: Path) -> Path:
+    """The absolute path behind all links; a loop of links stays as it is, and fails when it is used."""
+    return Path(os.path.realpath(path))
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether a directory is of the kind that we replace: its config.json names a model type."""
+    try:
+        return "model_type" in json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
 
 
 @contextmanager
-def output_directory(out: Path, *, overwrite: bool = False, marker: str = MARKER) -> Iterator[Path]:
+def output_directory(out: Path, *, overwrite: bool | None = None) -> Iterator[Path]:
     """Yield an empty staging directory that becomes `out` when the block ends without an error.
 
     Raises:
         UserError: see `check_output`; or another process is writing the same `out`.
         OSError: the disk failed. Nothing half-written is left in either case.
     """
-    out = out.resolve()
-    check_output(out, overwrite=True, marker=marker)
-    staging, backup = (out.with_name(f".{out.name}.kvfold-{part}") for part in ("new", "old"))
+    shown, out = out, real_path(out)
+    staging, backup = siblings(out)
     made = [parent for parent in out.parents if not parent.exists()]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    lock = _claim(staging, out)
+    lock = None
     try:
-        if backup.exists():  # only a run killed in the middle of _install leaves one
+        out.parent.mkdir(parents=True, exist_ok=True)
+        lock = _claim(staging, shown)
+        if backup.is_dir() and not backup.is_symlink():  # only a run killed in the middle of _install leaves one
             if out.exists():
-                shutil.rmtree(backup)
+                shutil.rmtree(backup, ignore_errors=True)
             else:
                 backup.rename(out)
-        check_output(out, overwrite=overwrite, marker=marker)
+        check_output(out, overwrite=overwrite)
         yield staging
         _install(staging, backup, out)
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        if lock is not None:
+            with suppress(FileNotFoundError):  # unless it is installed already, or somebody else's by now
+                if os.path.samestat(os.fstat(lock), staging.stat()):
+                    shutil.rmtree(staging, ignore_errors=True)
         for parent in made:
             with suppress(OSError):
                 parent.rmdir()
         raise
     finally:
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)

@@ -15,6 +15,8 @@ from .sources import first_line, one_line_errors, quiet, read_config, source_kin
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 DTYPES = ("auto", "checkpoint", *FLOATS)
 
+_DEVICES = ("cpu", "cuda", "mps", "xpu", "npu", "hpu")
+
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"),
     *("spiece.model", "sentencepiece.bpe.model", "tekken.json", "*.tiktoken"),
@@ -60,6 +62,8 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto", 
             ignore_mismatched_sizes=True,  # so that they come back by name; they are refused below
         )
     _refuse_mismatch(model, loaded, info)
+    if loaded.dtype == torch.float64 and hasattr(loaded, "set_experts_implementation"):
+        loaded.set_experts_implementation("eager")  # the default's grouped product has no fp64
     return loaded
 
 
@@ -87,8 +91,10 @@ def _resolve_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        if torch.device(device).type not in _DEVICES:
+            raise RuntimeError
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
+    except Exception:  # each back-end has its own way to be missing
         raise UserError(f"device {device!r} is not available here; try --device cpu") from None
     return device
 

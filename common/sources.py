@@ -29,7 +29,11 @@ def source_kind(source: str, revision: str | None = None) -> Literal["folder", "
     Raises:
         UserError: it can be none of the three, or a path is given a revision.
     """
+    if not source:
+        raise UserError("the SOURCE is empty; is a shell variable unset?")
     path = Path(source)
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{source} is a link that leads nowhere; mend it")
     if path.is_dir() or path.is_file():
         if revision:
             raise UserError(f"{source} is a path here, which has no revision {revision}; leave --revision out")
@@ -80,33 +84,42 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     return value
 
 
-def read_config(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """The transformers config of a local checkpoint, defaults filled in, and its config.json as it stands.
+def read_raw_config(folder: Path) -> dict[str, Any]:
+    """A local checkpoint's config.json as it stands, with a model type and sensible counts.
+
+    Raises:
+        UserError: there is none, or what it says cannot be.
+    """
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise UserError(f"{folder} is a PEFT adapter, not a model; merge it into its base model first")
+    raw = read_json(folder / "config.json", "config")
+    if not isinstance(raw.get("model_type"), str):
+        raise UserError(f"{folder / 'config.json'} names no model_type, so no class can be chosen for it")
+    for name in _COUNTS.intersection(raw):
+        if raw[name] is not None and (type(raw[name]) is not int or raw[name] < 1):
+            raise UserError(f"{folder / 'config.json'} says {name} = {raw[name]!r}; it must be a positive number")
+    return raw
+
+
+def read_config(folder: Path) -> Any:
+    """The transformers config of a local checkpoint, defaults filled in.
 
     Refuses, in a line, what transformers would refuse with a page of text, or with a misleading line.
 
     Raises:
         UserError: there is none, transformers does not know it, or its numbers cannot be.
     """
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        raise UserError(f"{folder} is a PEFT adapter, not a model; merge it into its base model first")
-    raw = read_json(folder / "config.json", "config")
-    kind = raw.get("model_type")
-    if not isinstance(kind, str):
-        raise UserError(f"{folder / 'config.json'} names no model_type, so no class can be chosen for it")
+    raw = read_raw_config(folder)
     with quiet():
         from transformers import CONFIG_MAPPING, AutoConfig, __version__
-    if kind not in CONFIG_MAPPING:
+    if (kind := raw["model_type"]) not in CONFIG_MAPPING:
         if "auto_map" in raw:
             raise UserError(f"{folder} brings its own code ({kind}); kvfold runs stock transformers models only")
         near = did_you_mean(kind, CONFIG_MAPPING)
         near = near if near.startswith("; did") else "; a newer one may know it"  # all the names fill a page
         raise UserError(f"model type {kind!r} is unknown to transformers {__version__}{near}")
-    for name in _COUNTS.intersection(raw):
-        if raw[name] is not None and (type(raw[name]) is not int or raw[name] < 1):
-            raise UserError(f"{folder / 'config.json'} says {name} = {raw[name]!r}; it must be a positive number")
     with one_line_errors(folder), quiet():
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False), raw
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 @contextmanager
@@ -178,5 +191,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def first_line(message: object) -> str:
     """The start of a foreign message: its first line, and the next where it ends in a colon; the rest is advice."""
-    lines = [line.strip() for line in str(message).splitlines() if line.strip()]
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", str(message))
+    lines = [line.strip() for line in plain.splitlines() if line.strip()]
     return textwrap.shorten(" ".join(lines[: 2 if lines and lines[0].endswith(":") else 1]), 200)

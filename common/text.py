@@ -113,18 +113,23 @@ def read_texts(names: Iterable[str]) -> list[str]:
 
 def _read_file(name: str) -> list[str]:
     path = Path(name)
-    if path.is_dir():
-        raise UserError(f"{name} is a directory; name its files one by one")
+    if not name or path.is_dir():
+        raise UserError(f"{name or 'an empty name'} is a directory; name its files one by one")
     if not path.exists():
         raise UserError(f"text {name} does not exist; give a path, {BUILTIN!r}, or {HUB}NAME")
+    if path.stat().st_size == 0:
+        raise UserError(f"{name} holds no text")
     if path.suffix in _TABLES:
         with one_line_errors(name):
             from datasets import load_dataset
+            from datasets.utils import logging
+
+            logging.set_verbosity(logging.CRITICAL)  # its line would stand beside ours
 
             table = load_dataset(_TABLES[path.suffix], data_files=str(path), split="train", streaming=True)
             return _column(name, table)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8-sig")  # a byte order mark is no text; line ends stay as they are
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 text (byte {error.start}); convert it first") from None
     if not text.strip():
@@ -134,6 +139,8 @@ def _read_file(name: str) -> list[str]:
 
 def _read_hub(name: str) -> list[str]:
     dataset, config, split = [*name.removeprefix(HUB).split(":"), None, None][:3]
+    if not dataset:
+        raise UserError(f"{name} names no dataset; write {HUB}NAME")
     with one_line_errors(name):
         from datasets import get_dataset_split_names, load_dataset
 
@@ -147,10 +154,13 @@ def _column(name: str, rows: Iterable[dict]) -> list[str]:
     """The column `text` of a table; empty rows hold no document."""
     documents = []
     for row in rows:
-        if not isinstance(row.get("text"), str):
-            raise UserError(f"{name} has no column 'text' of strings (its columns: {', '.join(row)})")
-        if row["text"].strip():
-            documents.append(row["text"])
+        if "text" not in row:
+            raise UserError(f"{name} has no column 'text' (its columns: {', '.join(row)})")
+        text = row["text"] or ""
+        if not isinstance(text, str):
+            raise UserError(f"{name} holds {type(text).__name__} in its column 'text'; it must be strings")
+        if text.strip():
+            documents.append(text)
     if not documents:
         raise UserError(f"{name} holds no text")
     return documents

@@ -6,10 +6,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.errors import UserError
+from ..common.sources import first_line
 from .headers import FLOATS, TensorInfo, read_header, read_index
 
 if TYPE_CHECKING:
@@ -107,12 +109,14 @@ class Checkpoint:
         with (self.folder / info.shard).open("rb", buffering=0) as file:
             for at in range(info.start, info.stop, _CHUNK):
                 chunk = buffer[: min(_CHUNK, info.stop - at)]
-                if os.preadv(file.fileno(), [chunk], at) != len(chunk):
-                    raise OSError(f"{info.shard} ended while tensor {info.name} was read")
+                _read_exactly(file, at, chunk)
                 yield chunk
 
-    def tensor(self, info: TensorInfo) -> torch.Tensor:
+    def tensor(self, info: TensorInfo, buffer: memoryview | None = None) -> torch.Tensor:
         """The tensor in memory, in its own dtype and shape.
+
+        Args:
+            buffer: at least the tensor's bytes, to hold it instead of fresh memory; the caller's to use again.
 
         Raises:
             UserError: it is not floating point, or holds NaN or Inf.
@@ -124,12 +128,13 @@ class Checkpoint:
         if info.shard.endswith(".bin"):
             tensor = self._stored(info)
         else:
-            raw = bytearray(info.nbytes)
-            at = 0
-            for piece in self.pieces(info):
-                raw[at : at + len(piece)] = piece
-                at += len(piece)
-            tensor = torch.frombuffer(raw, dtype=torch_dtype(info.dtype)).view(info.shape)
+            raw = memoryview(bytearray(info.nbytes)) if buffer is None else buffer[: info.nbytes]
+            with (self.folder / info.shard).open("rb", buffering=0) as file:
+                _read_exactly(file, info.start, raw)
+            dtype = torch_dtype(info.dtype)
+            tensor = (
+                torch.frombuffer(raw, dtype=dtype).view(info.shape) if raw else torch.empty(info.shape, dtype=dtype)
+            )
         if not is_finite(tensor):
             bad = int((~torch.isfinite(tensor)).sum())
             raise UserError(f"tensor {info.name} holds {bad} NaN or Inf values; mend the source")
@@ -137,6 +142,15 @@ class Checkpoint:
 
     def _stored(self, info: TensorInfo) -> torch.Tensor:
         return _load_bin(self.folder / info.shard)[info.name]
+
+
+def _read_exactly(file: FileIO, start: int, buffer: memoryview) -> None:
+    """Fill a buffer from a file. Not mapped: a read error is an exception here, and a killed process there."""
+    while buffer:
+        count = os.preadv(file.fileno(), [buffer], start)
+        if count == 0:
+            raise OSError(f"{file.name} ended while it was read")
+        start, buffer = start + count, buffer[count:]
 
 
 def _read_shard(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
@@ -153,11 +167,14 @@ def _read_shard(path: Path) -> tuple[list[TensorInfo], dict[str, str]]:
     return infos, {"format": "pt"}
 
 
-@lru_cache(maxsize=1)
 def _load_bin(path: Path) -> dict[str, torch.Tensor]:
-    """One pickled shard; its pages are mapped from the file where its format allows that."""
-    import pickle
+    status = path.stat()
+    return _load_this_bin(path, status.st_mtime_ns, status.st_size)  # a file written anew is another file
 
+
+@lru_cache(maxsize=1)
+def _load_this_bin(path: Path, mtime_ns: int, size: int) -> dict[str, torch.Tensor]:
+    """One pickled shard; its pages are mapped from the file where its format allows that."""
     import torch
 
     try:
@@ -165,9 +182,18 @@ def _load_bin(path: Path) -> dict[str, torch.Tensor]:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError:  # files of before torch 1.6 are no zip archives, which mapping needs
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{path.name} cannot be read as plain weights ({reason})") from None
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise UserError(f"{path.name} is not a plain table of tensors; save the model's state_dict")
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise UserError(f"{path.name} cannot be read as plain weights ({first_line(error)})") from None
+    if not isinstance(state, dict) or not all(_is_plain(name, value) for name, value in state.items()):
+        raise UserError(f"{path.name} is not a plain table of dense tensors; save the model's state_dict")
     return state
+
+
+def _is_plain(name: object, value: object) -> bool:
+    import torch
+
+    if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+        return False
+    return value.layout == torch.strided and not value.is_quantized and value.device.type == "cpu"

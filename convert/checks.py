@@ -6,7 +6,7 @@ import difflib
 from typing import Any
 
 from ..common.errors import UserError, divisors
-from ..common.kvcache import num_key_value_heads
+from ..common.kvcache import num_attention_heads, num_key_value_heads
 from .families import FAMILIES, Family, Promise
 from .source import Source
 
@@ -22,6 +22,9 @@ def obstacle(config: Any) -> str | None:
     if quantization := getattr(config, "quantization_config", None):
         kind = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
         return f"its weights are quantised ({kind}); convert the unquantised checkpoint"
+    heads, groups = num_attention_heads(config), num_key_value_heads(config)
+    if heads % groups:
+        return f"its {heads} query heads cannot share {groups} KV heads evenly; mend the config"
     for attribute, (value, reason) in FAMILIES[config.model_type].refuses.items():
         if getattr(config, attribute, None) is value:
             return f"{attribute} is {str(value).lower()}: {reason}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..common.atomic import check_output, check_room, output_directory
+from ..common.atomic import check_output, check_room, output_directory, real_path, siblings
 from ..common.errors import UserError
 from ..common.progress import Progress
 from ..common.sources import read_json
@@ -26,16 +27,20 @@ Layout = list[tuple[str, list[Output], dict[str, str]]]
 """File name, tensors and safetensors metadata of each shard to be written."""
 
 
-def check_paths(src: str, out: Path, *, overwrite: bool) -> None:
+def check_paths(src: str, out: str | Path, *, overwrite: bool) -> None:
     """Refuse an OUT that may not be written, before any work is done.
 
     Raises:
         UserError: it exists, or it and the source lie inside one another.
     """
+    if not src or not str(out):
+        raise UserError("SRC or OUT is empty; is a shell variable unset?")
+    out = Path(out)
     check_output(out, overwrite=overwrite)
-    source, target = Path(src).resolve(), out.resolve()
-    if source.exists() and (source == target or source in target.parents or target in source.parents):
-        raise UserError(f"{out} and the source {src} lie inside one another; choose an OUT elsewhere")
+    source, target = real_path(Path(src)), real_path(out)
+    for path in (target, *siblings(target)):
+        if source.exists() and (source.is_relative_to(path) or path.is_relative_to(source)):
+            raise UserError(f"{out} and the source {src} lie inside one another; choose an OUT elsewhere")
 
 
 def lay_out(source: Source, outputs: Sequence[Output], max_shard_size: int | None) -> Layout:
@@ -50,7 +55,9 @@ def lay_out(source: Source, outputs: Sequence[Output], max_shard_size: int | Non
         for out in outputs:
             by_shard.setdefault(out.sources[0].shard, []).append(out)
         shards = list(by_shard.values())
-        names = [name.replace("pytorch_model", "model").replace(".bin", ".safetensors") for name in by_shard]
+        names = list(by_shard)
+        if names != shard_names(len(source.checkpoint.shards)):  # .bin files, odd names, or a shard that vanished
+            names = shard_names(len(shards))
         metadata = [source.checkpoint.metadata[shard] for shard in by_shard]
     aligned = [sorted(shard, key=lambda out: -ITEM_BYTES[out.dtype]) for shard in shards]
     return list(zip(names, aligned, metadata, strict=True))
@@ -104,10 +111,7 @@ def write_directory(
 
 
 def _versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    return {"kvfold": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    return {"kvfold": __version__, **{name: version(name) for name in ("torch", "transformers")}}
 
 
 def _source_record(source: Source) -> dict[str, Any]:
@@ -118,4 +122,4 @@ def _source_record(source: Source) -> dict[str, Any]:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(value, indent=2) + "\n")

@@ -27,7 +27,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ..common.errors import UserError, did_you_mean
 from ..common.kvcache import head_dim, num_key_value_heads
 
 
@@ -101,6 +100,7 @@ class Family:
         qk_norm: norm between projection and RoPE: `no`, `head` (one gain for all heads), `heads` (one gain a
             head) or `all` (one norm over all heads at once).
         qk_norm_if: the config attribute that switches `qk_norm` on; empty if it is always on.
+        spelling: the names that config.json has for the attributes of transformers' config, where they differ.
         only_kv_heads: the KV head counts that the target architecture can hold; empty for every divisor.
         becomes: the family of the result, where the source's own architecture cannot hold it.
         config: what the result's config says beside the number of KV heads.
@@ -114,6 +114,7 @@ class Family:
     norm: str = "rms"
     qk_norm: str = "no"
     qk_norm_if: str = ""
+    spelling: Mapping[str, str] = field(default_factory=dict)
     only_kv_heads: tuple[int, ...] = ()
     becomes: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -136,31 +137,29 @@ class Family:
                 base model's prefix, experts fused or apart).
             kv_heads: the number of KV heads, if not the config's.
         """
-        sizes = dimensions(config, kv_heads)
+        sizes = Sizes(config, kv_heads)
         base = self.weights[0].template.split(".")[0] + "."
         bare = not any(name.startswith(base) for name in names)
-        ranges = {
-            "layer": config.num_hidden_layers,
-            "expert": sizes["E"],
-            "head": sizes["H"],
-            "kv_head": sizes["G"],
-        }
         promised = {}
         for weight in self.weights:
             template = weight.template.removeprefix(base) if bare else weight.template
-            for slots in _slots(template, ranges):
+            for slots in _slots(template, sizes):
                 if weight.rule == "if" and not _holds(weight.condition, config, slots.get("layer", 0), names):
                     continue
                 name = template.format(**slots)
                 optional = weight.rule == "drop" or (weight.rule == "untied" and config.tie_word_embeddings)
-                shape = tuple(sum(_size(term, sizes) for term in axis) for axis in weight.shape)
+                shape = tuple(sum(sizes[term] for term in axis) for axis in weight.shape)
                 promised[name] = Promise(name, weight, template, slots, shape, optional)
         return promised
 
 
-def _slots(template: str, ranges: Mapping[str, int]) -> Iterator[dict[str, int]]:
+# The slots of a name, and the symbol that says how many there are.
+_SLOTS = {"layer": "L", "expert": "E", "head": "H", "kv_head": "G"}
+
+
+def _slots(template: str, sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
     names = re.findall(r"\{(\w+)\}", template)
-    for numbers in itertools.product(*(range(ranges[name]) for name in names)):
+    for numbers in itertools.product(*(range(sizes[_SLOTS[name]]) for name in names)):
         yield dict(zip(names, numbers, strict=True))
 
 
@@ -169,28 +168,45 @@ def _holds(condition: str, config: Any, layer: int, names: Collection[str]) -> b
     return rule(config, layer, names) if rule else bool(getattr(config, condition, False))
 
 
-def _size(term: str, sizes: Mapping[str, int]) -> int:
-    return sizes[term] if term in sizes else int(term[0]) * sizes[term[1:]]
+def _first(config: Any, *names: str) -> Any:
+    """The first of these attributes that a config has and says something about."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
-def dimensions(config: Any, kv_heads: int | None = None) -> dict[str, int]:
+# What each symbol of the tables means; computed from a config when a table asks for it.
+_SYMBOLS: dict[str, Callable[[Any], int]] = {
+    "L": lambda config: config.num_hidden_layers,
+    "N": lambda config: config.vocab_size,
+    "P": lambda config: config.max_position_embeddings,
+    "D": lambda config: config.hidden_size,
+    "I": lambda config: (
+        getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    ),
+    "M": lambda config: config.moe_intermediate_size,
+    "E": lambda config: _first(config, "num_local_experts", "num_experts"),
+    "H": lambda config: config.num_attention_heads,
+    "G": num_key_value_heads,
+    "d": head_dim,
+}
+_PRODUCTS = {"Q": ("H", "d"), "K": ("G", "d"), "V": ("G", "d")}
+
+
+class Sizes(dict[str, int]):
     """The size of every symbol of the tables, for a config and (if given) another number of KV heads."""
-    d, heads, groups = head_dim(config), config.num_attention_heads, kv_heads or num_key_value_heads(config)
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
-    return {
-        "N": config.vocab_size,
-        "P": getattr(config, "max_position_embeddings", 0),
-        "D": config.hidden_size,
-        "I": inner or 4 * config.hidden_size,
-        "M": getattr(config, "moe_intermediate_size", None) or 0,
-        "E": getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 0,
-        "H": heads,
-        "G": groups,
-        "d": d,
-        "Q": heads * d,
-        "K": groups * d,
-        "V": groups * d,
-    }
+
+    def __init__(self, config: Any, kv_heads: int | None = None):
+        super().__init__({"G": kv_heads} if kv_heads else {})
+        self.config = config
+
+    def __missing__(self, term: str) -> int:
+        if term in _PRODUCTS:
+            size = self[_PRODUCTS[term][0]] * self[_PRODUCTS[term][1]]
+        elif term[0].isdigit():  # a multiple, such as 2I
+            size = int(term[0]) * self[term[1:]]
+        else:
+            size = _SYMBOLS[term](self.config)
+        self[term] = size
+        return size
 
 
 def _when(condition: str, lines: str) -> str:
@@ -384,6 +400,13 @@ _GPT_BIGCODE = (
 """
 )
 
+_GPT2_SPELLING = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+
 _ROWS = (
     Family("llama", _LLAMA),
     Family("mistral", _PLAIN),
@@ -406,6 +429,7 @@ _ROWS = (
     Family(
         "gpt2",
         _GPT2,
+        spelling=_GPT2_SPELLING,
         rope="none",
         norm="layer",
         only_kv_heads=(1,),
@@ -419,6 +443,7 @@ _ROWS = (
     Family(
         "gpt_bigcode",
         _GPT_BIGCODE,
+        spelling=_GPT2_SPELLING,
         rope="none",
         norm="layer",
         only_kv_heads=(1,),
@@ -429,14 +454,3 @@ _ROWS = (
     ),
 )
 FAMILIES: dict[str, Family] = {row.name: row for row in _ROWS}
-
-
-def find_family(model_type: str) -> Family:
-    """The row for a config's `model_type`.
-
-    Raises:
-        UserError: there is none; names the nearest, or lists them.
-    """
-    if model_type not in FAMILIES:
-        raise UserError(f"family {model_type!r} is not supported{did_you_mean(model_type, FAMILIES)}")
-    return FAMILIES[model_type]

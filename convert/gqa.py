@@ -14,7 +14,7 @@ from ..common.kvcache import cached_tokens, head_dim, num_key_value_heads
 from ..common.progress import Progress
 from .checks import account, check_convertible
 from .directory import Layout, check_paths, lay_out, write_directory
-from .families import FAMILIES, Promise, dimensions
+from .families import FAMILIES, Promise, Sizes
 from .headers import FLOATS, ITEM_BYTES, TensorInfo
 from .merge import Knobs, find_method, holds_kv_heads, merge_stored
 from .source import Source, open_source
@@ -86,13 +86,13 @@ def convert_gqa(
         UserError: the source cannot be converted, or `out` may not be written. Nothing was written.
         EnvironmentFailure: no room on the disk, or the Hub cannot be reached.
     """
+    check_paths(str(src), str(out), overwrite=overwrite)
     src, out = str(src), Path(out)
     find_method(method)
     if dtype is not None and dtype not in FLOATS.values():
         raise UserError(f"dtype {dtype} cannot be written; choose one of {', '.join(FLOATS.values())}")
     if max_shard_size is not None and max_shard_size < 1:
         raise UserError(f"a shard of {max_shard_size} bytes holds nothing; give a positive size such as 5GB")
-    check_paths(src, out, overwrite=overwrite)
     with open_source(src, revision=revision) as source:
         check_convertible(source, kv_heads)
         outputs, dropped = _plan(source, kv_heads, method, seed, dtype)
@@ -118,8 +118,8 @@ def _plan(source: Source, kv_heads: int, method: str, seed: int, dtype: str | No
     """Every tensor of the result, in the source's order, and the names that have no successor."""
     stored, origins = source.checkpoint.tensors, account(source)
     target = FAMILIES[source.family.becomes or source.family.name]
-    sizes = dimensions(source.config)
-    knobs = Knobs(seed, getattr(source.config, "initializer_range", 0.02))
+    sizes = Sizes(source.config)
+    knobs = Knobs(seed, source.config.initializer_range)
     merge = find_method(method)
     outputs = {}
     for promise in target.promises(source.config, stored, kv_heads).values():
@@ -131,6 +131,8 @@ def _plan(source: Source, kv_heads: int, method: str, seed: int, dtype: str | No
         make: Callable[..., Any] | None = None
         if transpose or len(infos) > 1 or (kv_heads != sizes["G"] and holds_kv_heads(axes)):
             fold = partial(merge, name=promise.name, knobs=knobs)
+            if bad := next((info for info in infos if info.dtype not in FLOATS), None):
+                raise UserError(f"tensor {bad.name} is {bad.dtype}; only {', '.join(FLOATS)} can be computed with")
             make = partial(merge_stored, shape=axes, sizes=sizes, groups=kv_heads, fold=fold, transpose=transpose)
         outputs[infos[0].name] = Output(promise.name, _cast(infos[0].dtype, dtype), promise.shape, infos, make)
     dropped = [name for name, origin in origins.items() if origin.weight.rule == "drop"]
@@ -190,11 +192,11 @@ def _report(
 
 def edited_config(source: Source, kv_heads: int, dtype: str | None) -> dict[str, Any]:
     """The result's config.json: the source's own words, and only what conversion changes."""
-    config = dict(source.raw_config)
+    config = dict(source.config.raw)
     if source.family.becomes:  # the new architecture has other defaults, so every value is spelled out
-        config = {**source.config.to_dict(), **config, **source.family.config}
+        config = {**source.config.full.to_dict(), **config, **source.family.config}
     elif not source.family.only_kv_heads:
         config["num_key_value_heads"] = kv_heads
     if dtype is not None:
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+        config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config} or {"dtype": dtype}
     return config

@@ -25,6 +25,8 @@ from .checks import kv_head_choices, obstacle
 from .families import FAMILIES
 from .headers import FLOATS, ITEM_BYTES, TensorInfo
 
+_NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -92,7 +94,14 @@ def inspect_model(src: str | Path, *, context: int | None = None, revision: str 
     if context is not None and context < 1:
         raise UserError(f"a context of {context} tokens caches nothing; give a positive number")
     config, tensors = _read_headers(src, revision)
+    with one_line_errors(src):  # transformers accepts values of the wrong kind where it does not need them
+        return _describe(src, config, tensors, context)
+
+
+def _describe(src: str, config: Any, tensors: list[TensorInfo], context: int | None) -> InspectReport:
     text = config.get_text_config(decoder=True)
+    if missing := [name for name in _NEEDED if not hasattr(text, name)]:
+        raise UserError(f"{src} is a {config.model_type} model, not a decoder of text (no {missing[0]} in its config)")
     family = FAMILIES.get(config.model_type)
     dtype = _main_dtype(tensors)
     element_bytes = ITEM_BYTES[dtype] if dtype in FLOATS else 2  # quantised weights, 16-bit cache
@@ -140,7 +149,7 @@ def _read_headers(src: str, revision: str | None) -> tuple[Any, list[TensorInfo]
     """Config and tensor headers of a SOURCE, wherever it is."""
     kind, path = source_kind(src, revision), Path(src)
     if kind == "folder":
-        config, _ = read_config(path)
+        config = read_config(path)
         return config, list(Checkpoint.open(path).tensors.values())
     if kind == "gguf":
         from .gguf import read_gguf_config, read_gguf_headers
@@ -149,7 +158,7 @@ def _read_headers(src: str, revision: str | None) -> tuple[Any, list[TensorInfo]
     from huggingface_hub import HfApi, hf_hub_download
 
     with one_line_errors(src), quiet():
-        config, _ = read_config(Path(hf_hub_download(src, "config.json", revision=revision)).parent)
+        config = read_config(Path(hf_hub_download(src, "config.json", revision=revision)).parent)
         remote = HfApi().get_safetensors_metadata(src, revision=revision)
     return config, [
         TensorInfo(name, row.dtype, tuple(row.shape), shard, *row.data_offsets)

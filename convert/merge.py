@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..common.errors import UserError, did_you_mean
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 HEAD_AXES = frozenset("KVG")
+_64_BITS = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -34,40 +36,41 @@ class Knobs:
     initializer_range: float = 0.02
 
 
-Method = Callable[["torch.Tensor", str, Knobs], "torch.Tensor"]
-"""Maps heads `[N, g, ...]` of the named tensor to `[N, ...]`."""
+Fold = Callable[["torch.Tensor", str], "torch.Tensor"]
+"""Maps heads `[N, g, ...]` to `[N, ...]`, given which heads they are: `K`, `V`, or `G` for gains."""
 
 
-def mean(heads: torch.Tensor, name: str, knobs: Knobs) -> torch.Tensor:
+def mean(heads: torch.Tensor, term: str, *, name: str, knobs: Knobs) -> torch.Tensor:
     """The average of each group's heads."""
     return heads.mean(dim=1)
 
 
-def first(heads: torch.Tensor, name: str, knobs: Knobs) -> torch.Tensor:
+def first(heads: torch.Tensor, term: str, *, name: str, knobs: Knobs) -> torch.Tensor:
     """The first head of each group; the others are lost."""
     return heads[:, 0]
 
 
-def random(heads: torch.Tensor, name: str, knobs: Knobs) -> torch.Tensor:
+def random(heads: torch.Tensor, term: str, *, name: str, knobs: Knobs) -> torch.Tensor:
     """Fresh heads: projections from N(0, initializer_range), biases 0; a norm's gain stays the mean."""
     import torch
     import xxhash
 
     if "norm" in name:
-        return mean(heads, name, knobs)
+        return mean(heads, term, name=name, knobs=knobs)
     fresh = torch.zeros_like(heads[:, 0])
     if not name.endswith(".bias"):
-        # Seeded by name, so that a tensor's numbers do not depend on sharding or order.
-        generator = torch.Generator().manual_seed(xxhash.xxh64_intdigest(name.encode(), seed=knobs.seed) >> 1)
+        # Seeded by name and term: independent of sharding and order, and apart for fused keys and values.
+        digest = xxhash.xxh64_intdigest(f"{name}/{term}".encode(), seed=knobs.seed & _64_BITS)
+        generator = torch.Generator().manual_seed(digest >> 1)
         fresh.normal_(0, knobs.initializer_range, generator=generator)
     return fresh
 
 
-METHODS: dict[str, Method] = {"mean": mean, "first": first, "random": random}
+METHODS: dict[str, Callable[..., torch.Tensor]] = {"mean": mean, "first": first, "random": random}
 
 
-def find_method(name: str) -> Method:
-    """The method of that name.
+def find_method(name: str) -> Callable[..., torch.Tensor]:
+    """The method of that name; with `name` and `knobs` bound, it is a `Fold`.
 
     Raises:
         UserError: there is none.
@@ -88,7 +91,7 @@ def merge_stored(
     shape: tuple[tuple[str, ...], ...],
     sizes: Mapping[str, int],
     groups: int,
-    fold: Callable[[torch.Tensor], torch.Tensor],
+    fold: Fold,
     transpose: bool = False,
 ) -> torch.Tensor:
     """Merge the KV heads in a stored weight, bias or gain, whichever of its axes holds them.
@@ -97,7 +100,7 @@ def merge_stored(
         tensors: one tensor, or the tensors of one group's heads where a family stores each head apart.
         shape: the tensor's axes in the symbols of `families`.
         sizes: the size of each symbol; `sizes["G"]` heads become `groups`.
-        fold: maps `[N, g, ...]` to `[N, ...]`; called once for keys and once for values, in fp32 or fp64.
+        fold: the method; called for keys, values or gains apart, with heads in fp32 or fp64.
         transpose: whether the target stores the matrix the other way around.
 
     Returns:
@@ -106,13 +109,13 @@ def merge_stored(
     import torch
 
     if len(tensors) > 1:
-        return _merge_axis(torch.stack(list(tensors)), 0, len(tensors), 1, fold)[0]  # g x [d] -> [d]
+        return _merge_axis(torch.stack(list(tensors)), 0, len(tensors), 1, partial(fold, term="G"))[0]  # g x [d] -> [d]
     (tensor,) = tensors
     for dim, axis in enumerate(shape):
         if groups != sizes["G"] and HEAD_AXES.intersection(axis):
             parts = tensor.split([sizes[term] for term in axis], dim=dim)
             merged = [
-                _merge_axis(part, dim, sizes["G"], groups, fold) if term in HEAD_AXES else part
+                _merge_axis(part, dim, sizes["G"], groups, partial(fold, term=term)) if term in HEAD_AXES else part
                 for term, part in zip(axis, parts, strict=True)
             ]
             tensor = torch.cat(merged, dim=dim)
@@ -127,5 +130,7 @@ def _merge_axis(
     wide = torch.float32 if tensor.dtype.itemsize == 2 else torch.float64
     rows = tensor.movedim(dim, 0)  # [G * d, ...]; d = 1 on an axis of heads
     grouped = rows.reshape(groups, heads // groups, len(rows) // heads, *rows.shape[1:])  # [N, g, d, ...]
-    merged = fold(grouped.to(wide)).to(tensor.dtype)  # [N, d, ...]
+    merged = rows.new_empty(groups, *grouped.shape[2:])  # [N, d, ...]
+    for group in range(groups):  # one at a time: small buffers are used again, large ones come back from the system
+        merged[group] = fold(grouped[group : group + 1].to(wide))[0]
     return merged.flatten(0, 1).movedim(0, dim)  # [..., N * d, ...]

@@ -44,17 +44,19 @@ def copy_side_files(
     Returns:
         Relative name -> xxh3-128 (None without hashing), and the names that were left out.
     """
-    copied = []
-    left_out = []
+    copied, left_out = [], []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if name in skip or path.is_dir() or any(part in _SKIPPED_FOLDERS for part in path.parts[len(folder.parts) :]):
+        parents = [parent.name for parent in path.relative_to(folder).parents]
+        if name in skip or any(parent in _SKIPPED_FOLDERS for parent in parents):
+            continue
+        if path.is_dir() and not path.is_symlink() and path.name not in _SKIPPED_FOLDERS:
             continue
         if path.suffix in _STALE_SUFFIXES or path.name in _STALE_NAMES or not path.is_file():
             left_out.append(name)
             continue
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target / name)  # follows links: the Hub cache is made of them
+        shutil.copy(path, target / name)  # follows links: the Hub cache is made of them
         copied.append(name)
     return hash_files(target, copied, hashing=hashing), left_out
 

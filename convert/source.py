@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..common.atomic import check_room
-from ..common.sources import one_line_errors, quiet, read_config, source_kind
+from ..common.sources import one_line_errors, quiet, source_kind
 from .checkpoint import Checkpoint
-from .families import Family, find_family
+from .config import StoredConfig
+from .families import FAMILIES, Family
 
 # What conversion needs of a Hub repository: one kind of weights and everything small.
 _HUB_IGNORE = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.pth", "*.pt", "original/*"]
@@ -34,21 +34,19 @@ class Source:
         name: as the user gave it.
         origin: what may be published of it.
         folder: the local directory.
-        config: the transformers config, defaults filled in.
-        raw_config: config.json as it stands, to be edited and written again.
+        config: answers like transformers' config.
         checkpoint: its weights.
     """
 
     name: str
     origin: Origin
     folder: Path
-    config: Any
-    raw_config: dict[str, Any]
+    config: StoredConfig
     checkpoint: Checkpoint
 
     @property
     def family(self) -> Family:
-        return find_family(self.config.model_type)
+        return FAMILIES[self.config.model_type]
 
 
 def fetch(source: str, revision: str | None) -> Path:
@@ -88,8 +86,7 @@ def open_source(source: str, *, revision: str | None = None) -> Iterator[Source]
 
 
 def _open(name: str, folder: Path, origin: Origin) -> Source:
-    config, raw = read_config(folder)
-    return Source(name, origin, folder, config, raw, Checkpoint.open(folder))
+    return Source(name, origin, folder, StoredConfig(folder), Checkpoint.open(folder))
 
 
 @contextmanager

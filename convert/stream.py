@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from io import FileIO
+from itertools import accumulate
 from pathlib import Path
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
@@ -53,7 +54,7 @@ class Output:
 
 
 class _Sink:
-    """An open file that hashes what passes."""
+    """An open file that hashes what passes, if that is wanted; then what passes must come in order."""
 
     def __init__(self, file: FileIO, hashing: bool):
         import xxhash
@@ -71,7 +72,7 @@ class _Sink:
     def copy(self, checkpoint: Checkpoint, info: TensorInfo) -> None:
         """Copy a tensor's bytes; inside the kernel when nobody needs to see them."""
         start = info.start
-        if not self.digest and not info.shard.endswith(".bin"):
+        if not self.digest and not info.shard.endswith(".bin") and hasattr(os, "copy_file_range"):
             start = self._copy_in_kernel(checkpoint.folder / info.shard, start, info.stop)
         if start == info.start:
             for piece in checkpoint.pieces(info):
@@ -110,20 +111,32 @@ def write_shard(
         UserError: a computed tensor is not finite, or came out in another shape than announced.
         OSError: the disk failed.
     """
+    header = pack_header([(out.name, out.dtype, out.shape) for out in outputs], metadata)
+    starts = accumulate((out.nbytes for out in outputs), initial=len(header))
+    places = list(zip(outputs, starts, strict=False))  # one more start than outputs: the end of the file
+    needed = (sum(info.nbytes for info in out.sources) for out in outputs if not out.is_copy)
+    buffer = memoryview(bytearray(max(needed, default=0)))
+    if not hashing:  # then order is free, and copying need not wait until torch is imported
+        places.sort(key=lambda place: not place[0].is_copy)
     with path.open("wb", buffering=0) as file:
         sink = _Sink(file, hashing)
-        sink.write(pack_header([(out.name, out.dtype, out.shape) for out in outputs], metadata))
-        for out in outputs:
+        sink.write(header)
+        for out, start in places:
+            file.seek(start)
             if out.is_copy:
                 sink.copy(checkpoint, out.sources[0])
             else:
-                sink.write(_bytes_of(_compute(out, checkpoint)))
+                sink.write(_bytes_of(_compute(out, checkpoint, buffer)))
             advance(out.nbytes)
     return sink.digest.hexdigest() if sink.digest else None
 
 
-def _compute(out: Output, checkpoint: Checkpoint) -> torch.Tensor:
-    sources = [checkpoint.tensor(info) for info in out.sources]
+def _compute(out: Output, checkpoint: Checkpoint, buffer: memoryview) -> torch.Tensor:
+    """The tensor to be written; `buffer` holds its sources, which may be the result itself."""
+    sources = []
+    for info in out.sources:
+        sources.append(checkpoint.tensor(info, buffer))
+        buffer = buffer[info.nbytes :]
     result = out.make(sources) if out.make else sources[0]
     assert tuple(result.shape) == out.shape, (out.name, result.shape, out.shape)
     cast = result.to(torch_dtype(out.dtype)).contiguous()
@@ -193,6 +206,8 @@ def write_weights(
     with ThreadPoolExecutor(max_workers=2) as pool:
         tasks = {name: pool.submit(write, name, outputs, metadata) for name, outputs, metadata in layout}
         try:
+            import torch  # noqa: F401  (a second, during which the bytes of copied tensors move already)
+
             for task in as_completed(tasks.values()):
                 task.result()
         except BaseException:

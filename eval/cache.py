@@ -111,7 +111,7 @@ def _cached_layers(model, context: int) -> Iterator[list]:
         output = model.base_model(input_ids=ids.to(model.device), use_cache=True, return_dict=True)
     # The field is `past_key_values` or `cache`, by the version of transformers.
     caches = (value for value in output.values() if isinstance(value, Cache))
-    for layer in (layer for cache in caches for layer in cache.layers):
+    for layer in (layer for cache in caches for layer in getattr(cache, "layers", ())):
         # Integer tensors are bookkeeping (a window's length, positions), not what the model remembers.
         held = {k: v for k, v in vars(layer).items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
         if (keys := held.pop("keys", None)) is not None:

@@ -16,6 +16,7 @@ from ..common.errors import CheckFailed, UserError
 from ..common.kvcache import fit_context
 from ..common.loading import load_model, load_tokenizer
 from ..common.progress import Progress
+from ..common.sources import one_line_errors
 from ..common.text import join_documents, read_texts, text_hash
 from ..common.windows import split_windows
 
@@ -110,7 +111,8 @@ def perplexity(
     if bos and tokenizer.bos_token_id is None:
         raise UserError(f"the tokenizer of {model} has no BOS token; leave --bos out")
     # Not verbose: it would warn that a whole text is longer than a context.
-    ids = tokenizer(joined, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    with one_line_errors(model):
+        ids = tokenizer(joined, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     loaded = load_model(model, dtype=dtype, device=device, revision=revision)
     score = score_tokens(
         loaded,

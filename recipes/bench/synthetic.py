@@ -71,7 +71,7 @@ def make_checkpoint(out: Path, gigabytes: float) -> int:
                     left -= file.write(data[: min(left, len(data))])
             weight_map |= {tensor: name for tensor, _, _ in tensors}
         (staging / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
-        (staging / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}, indent=2))
+        config.save_pretrained(staging)
     return total
 
 

@@ -1,6 +1,8 @@
 """The contract of the command line: what goes where, and which status it ends with."""
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -105,6 +107,17 @@ def test_tables_for_people(tmp_path):
         ["eval", "ppl", MODEL_DIR, "--text", "builtin", "--batch-size", "0"],
         ["eval", "cache", MODEL_DIR, "--context", "-1"],
         ["eval", "cache", "nowhere/at/all"],
+        ["eval", "cache", MODEL_DIR, "--device", "meta"],
+        ["eval", "cache", MODEL_DIR, "--device", "hpu"],
+        ["eval", "ppl", MODEL_DIR, "--text", "builtin", "--max-windows", "1" + "0" * 20],
+        ["eval", "ppl", MODEL_DIR, "--text", ""],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--max-shard-size", "9" * 400],
+        ["convert", "gqa", MODEL_DIR, "", "--kv-heads", "2", "--overwrite"],
+        ["convert", "gqa", MODEL_DIR, "x" * 300, "--kv-heads", "2"],
+        ["convert", "gqa", "y" * 300, "out", "--kv-heads", "2"],
+        ["inspect", MODEL_DIR, "--context", "1" + "0" * 320],
+        ["inspect", ""],
+        ["demo", "--out", "."],
     ],
     ids=lambda args: " ".join(str(a) for a in args if a != MODEL_DIR),
 )
@@ -164,7 +177,38 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, number, status):
     assert not list(tmp_path.iterdir())
 
 
-def test_closed_pipe_is_no_error():
-    script = f"{sys.executable} -m kvfold.cli inspect {MODEL_DIR} | head -1"
+@pytest.mark.parametrize("plumbing", ["| true", "| head -1", ">&-", "2>&-", "<&-"])
+@pytest.mark.parametrize("json_flag", ["", "--json"])
+def test_closed_pipes_and_streams_are_no_error(plumbing, json_flag):
+    script = f"{sys.executable} -m kvfold.cli inspect {MODEL_DIR} {json_flag} {plumbing}"
     result = subprocess.run(["bash", "-o", "pipefail", "-c", script], capture_output=True, text=True)
-    assert "Traceback" not in result.stderr
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_names_and_streams_that_are_not_utf8(tmp_path):
+    name = os.fsdecode(b"b\xff d")
+    shutil.copytree(MODEL_DIR, tmp_path / name)
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii:strict"}
+    for args in (["convert", "gqa", name, "out", "--kv-heads", "4", "--json"], ["inspect", name, "--json"]):
+        result = kvfold(*args, cwd=tmp_path, env=ascii_only)
+        assert result.returncode == 0, result.stderr
+        assert json.loads(result.stdout)
+    assert kvfold("inspect", name, cwd=tmp_path, env=ascii_only).returncode == 0
+
+
+def test_too_little_memory_is_status_3(tmp_path):
+    script = f"ulimit -v 700000; exec {sys.executable} -m kvfold.cli eval cache {MODEL_DIR}"
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert result.returncode in (3, 70)  # 70 where a library turns it into an error of its own
+    if result.returncode == 3:
+        assert result.stderr.startswith("kvfold: ")
+
+
+def test_no_decoder_is_status_2(tmp_path):
+    from transformers import ViTConfig, ViTModel
+
+    ViTModel(
+        ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    ).save_pretrained(tmp_path)
+    assert "not a decoder of text" in one_line(kvfold("inspect", tmp_path), 2)
+    one_line(kvfold("convert", "gqa", tmp_path, tmp_path / "../out", "--kv-heads", 1), 2)

@@ -1,5 +1,6 @@
 """A directory appears whole or not at all, whatever kills its writer."""
 
+import json
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ with output_directory(Path(sys.argv[1]), overwrite=True) as staging:
         if i == 5:
             print("writing", flush=True)
             time.sleep(float(sys.argv[3]))
-    (staging / "config.json").write_text(sys.argv[2])
+    (staging / "config.json").write_text('{"model_type": "%s"}' % sys.argv[2])
 """
 
 
@@ -35,17 +36,22 @@ def content(out):
     if not out.exists():
         return None
     assert len(list(out.iterdir())) == 201
-    (text,) = {path.read_text() for path in out.iterdir()}
+    (text,) = {path.read_text() for path in out.glob("part*")}
+    assert said(out) == text
     return text
+
+
+def said(out):
+    return json.loads((out / "config.json").read_text())["model_type"]
 
 
 def hidden(folder):
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
-def put(out, text, **options):
-    with output_directory(out, **options) as staging:
-        (staging / "config.json").write_text(text)
+def put(out, text, overwrite=False):
+    with output_directory(out, overwrite=overwrite) as staging:
+        (staging / "config.json").write_text(json.dumps({"model_type": text}))
 
 
 @pytest.fixture(params=["exchange", "rename"])
@@ -59,12 +65,12 @@ def system(request, monkeypatch):
 def test_new_and_replaced(tmp_path, system):
     out = tmp_path / "deep/er/out"
     put(out, "one")
-    assert (out / "config.json").read_text() == "one"
-    with pytest.raises(UserError, match="exists; choose another OUT, or replace it with --overwrite"):
+    assert said(out) == "one"
+    with pytest.raises(UserError, match="exists; choose another name, or replace it with --overwrite"):
         put(out, "two")
-    assert (out / "config.json").read_text() == "one"
+    assert said(out) == "one"
     put(out, "two", overwrite=True)
-    assert (out / "config.json").read_text() == "two"
+    assert said(out) == "two"
     assert not hidden(out.parent)
 
 
@@ -77,7 +83,7 @@ def test_failure_leaves_nothing_or_the_old(tmp_path, system):
     with pytest.raises(ZeroDivisionError), output_directory(out, overwrite=True) as staging:
         (staging / "config.json").write_text("half")
         raise ZeroDivisionError
-    assert (out / "config.json").read_text() == "old"
+    assert said(out) == "old"
     assert not hidden(out.parent)
 
 
@@ -85,6 +91,9 @@ def test_overwrite_spares_what_is_no_checkpoint(tmp_path):
     precious = tmp_path / "photos"
     precious.mkdir()
     (precious / "1.jpg").write_text("x")
+    with pytest.raises(UserError, match="not a checkpoint"):
+        put(precious, "x", overwrite=True)
+    (precious / "config.json").write_text('{"port": 80}')  # everybody's favourite name for a file
     with pytest.raises(UserError, match="not a checkpoint"):
         put(precious, "x", overwrite=True)
     (tmp_path / "file").write_text("x")
@@ -99,7 +108,7 @@ def test_overwrite_through_a_link_keeps_the_link(tmp_path):
     (tmp_path / "link").symlink_to("real")
     put(tmp_path / "link", "two", overwrite=True)
     assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "real/config.json").read_text() == "two"
+    assert said(tmp_path / "real") == "two"
 
 
 @pytest.mark.parametrize("old", [None, "old"])
@@ -144,7 +153,7 @@ def test_backup_of_a_killed_swap_is_restored(tmp_path):
     (tmp_path / "out").rename(tmp_path / ".out.kvfold-old")
     with pytest.raises(UserError, match="exists"):
         put(tmp_path / "out", "new")
-    assert (tmp_path / "out/config.json").read_text() == "old"
+    assert said(tmp_path / "out") == "old"
     assert not hidden(tmp_path)
 
 
@@ -154,7 +163,7 @@ def test_backup_beside_a_finished_swap_is_removed(tmp_path):
     put(tmp_path / "other", "x")
     with pytest.raises(UserError, match="exists"):
         put(tmp_path / "out", "newer")
-    assert (tmp_path / "out/config.json").read_text() == "new"
+    assert said(tmp_path / "out") == "new"
     assert not hidden(tmp_path)
 
 
@@ -171,7 +180,7 @@ def test_failed_swap_without_exchange_restores_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(type(tmp_path), "rename", rename)
     with pytest.raises(OSError, match="disk"):
         put(tmp_path / "out", "new", overwrite=True)
-    assert (tmp_path / "out/config.json").read_text() == "old"
+    assert said(tmp_path / "out") == "old"
 
 
 def test_second_writer_is_refused(tmp_path):
@@ -194,3 +203,52 @@ def test_many_writers_at_once_leave_one_whole_result(tmp_path):
     assert 0 in codes
     assert content(out) in {str(i) for i, code in enumerate(codes) if code == 0}
     assert not hidden(tmp_path)
+
+
+def test_writers_that_replace_one_another_never_fail_for_another_reason(tmp_path):
+    """While the old directory is being removed under the staging name, it is locked as well."""
+    out = tmp_path / "out"
+    assert writer(out, "first").wait() == 0
+    for round_ in range(6):
+        processes = [
+            subprocess.Popen([sys.executable, "-c", WRITER, str(out), f"{round_}{i}", "0"], stderr=subprocess.PIPE)
+            for i in range(4)
+        ]
+        for process in processes:
+            _, errors = process.communicate()
+            assert process.returncode == 0 or b"another kvfold is writing" in errors, errors.decode()
+        assert content(out)[0] == str(round_)
+        assert not hidden(tmp_path)
+
+
+def test_link_in_the_place_of_the_staging_directory(tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "precious").write_text("x")
+    (tmp_path / ".out.kvfold-new").symlink_to(victim)
+    with pytest.raises(UserError, match=r"stands where the work on .* belongs"):
+        put(tmp_path / "out", "x")
+    assert (victim / "precious").exists()
+    (tmp_path / ".out.kvfold-new").unlink()
+    (tmp_path / ".out.kvfold-new").write_text("a file")
+    with pytest.raises(UserError, match=r"stands where the work on .* belongs"):
+        put(tmp_path / "out", "x")
+
+
+def test_current_directory_is_not_replaced(tmp_path, monkeypatch):
+    put(tmp_path / "here", "x")
+    (tmp_path / "here/deep").mkdir()
+    for folder in ("here", "here/deep"):
+        monkeypatch.chdir(tmp_path / folder)
+        with pytest.raises(UserError, match="holds the current directory"):
+            put(tmp_path / "here", "y", overwrite=True)
+
+
+def test_long_names(tmp_path):
+    out = tmp_path / "deep" / ("x" * 250)
+    put(out, "one")
+    put(out, "two", overwrite=True)
+    assert said(out) == "two"
+    with pytest.raises(OSError, match="File name too long"):
+        put(tmp_path / "other" / ("x" * 300), "one")
+    assert not (tmp_path / "other").exists()

@@ -68,7 +68,7 @@ def test_wrong_texts(tmp_path):
         "nowhere": "does not exist",
         "empty": "holds no text",
         "latin": "not UTF-8 text .byte 0.",
-        "rows.jsonl": "has no column 'text' of strings .its columns: content.",
+        "rows.jsonl": "has no column 'text' .its columns: content.",
         "broken.jsonl": "cannot load",
     }.items():
         with pytest.raises(UserError, match=match) as caught:

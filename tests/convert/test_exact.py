@@ -150,6 +150,13 @@ def test_random_is_fresh_reproducible_and_seeded(tmp_path):
     assert not weights["a"].k_proj.bias.any()
 
 
+def test_random_draws_fused_keys_and_values_apart(tmp_path):
+    make_model(make_config("phi3")).save_pretrained(tmp_path / "src")
+    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2, method="random")
+    keys, values = load(tmp_path / "out").model.layers[0].self_attn.qkv_proj.weight[64:].chunk(2)
+    assert not torch.equal(keys, values)
+
+
 def test_random_keeps_norm_gains(tmp_path):
     source = make_model(make_config("olmo2"))
     source.save_pretrained(tmp_path / "src")

@@ -202,17 +202,17 @@ def test_integer_heads(src, tmp_path):
     ("changes", "match"),
     [
         ({"model_type": ...}, "names no model_type"),
-        ({"model_type": "lama"}, "model type 'lama' is unknown to transformers .* did you mean llama"),
+        ({"model_type": "lama"}, "family 'lama' is not supported; the nearest name is llama"),
         ({"model_type": "bloom"}, "family 'bloom' is not supported"),
         ({"model_type": "gpt_neox"}, "family 'gpt_neox' is not supported"),
-        ({"model_type": "deepseek_v3"}, "MLA already"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 16}, "MLA already"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\)"),
         ({"num_attention_heads": "many"}, "says num_attention_heads = 'many'; it must be a positive number"),
         ({"num_attention_heads": 0}, "says num_attention_heads = 0"),
         ({"num_key_value_heads": 0}, "says num_key_value_heads = 0"),
         ({"num_hidden_layers": -1}, "says num_hidden_layers = -1"),
         ({"head_dim": 2.5}, "says head_dim = 2.5"),
-        ({"rope_parameters": 3}, "cannot load"),
+        ({"num_attention_heads": 6, "head_dim": 16}, "its 6 query heads cannot share 4 KV heads evenly"),
     ],
 )
 def test_configs_that_cannot_be(src, tmp_path, changes, match):
@@ -247,6 +247,35 @@ def test_sources_that_are_none(src, tmp_path):
     (src / "config.json").unlink()
     (src / "adapter_config.json").write_text("{}")
     refuse(src, tmp_path, "PEFT adapter")
+
+
+def test_source_under_a_name_that_the_work_uses(src, tmp_path):
+    for part in ("new", "old"):
+        hidden = src.rename(tmp_path / f".out.kvfold-{part}")
+        with pytest.raises(UserError, match="inside one another"):
+            convert_gqa(hidden, tmp_path / "out", kv_heads=2)
+        src = hidden.rename(tmp_path / "src")
+    convert_gqa(src, tmp_path / "out", kv_heads=2)
+
+
+@pytest.mark.parametrize("paths", [("", "out"), ("src", "")])
+def test_empty_names(src, tmp_path, paths, monkeypatch):
+    """An unset shell variable is not the current directory."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="is empty"):
+        convert_gqa(*paths, kv_heads=2, overwrite=True)
+
+
+def test_links_that_lead_nowhere(tmp_path):
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("dangling", "loop"):
+        refuse(tmp_path / name, tmp_path, "leads nowhere")
+
+
+def test_dry_run_refuses_what_the_run_would(src, tmp_path):
+    edit(src, K1, lambda tensor: tensor.to(torch.float8_e4m3fn))
+    refuse(src, tmp_path, f"tensor {re.escape(K1)} is F8_E4M3", dry_run=True)
 
 
 def test_out_inside_source_or_around_it(src, tmp_path):

@@ -32,6 +32,9 @@ def src(model, tmp_path):
     (folder / "extra").mkdir()
     (folder / "extra/notes.txt").write_text("notes")
     (folder / "optimizer.pt").write_bytes(b"state")
+    (folder / "linked").symlink_to("/etc")
+    (folder / "extra/run.sh").write_text("#!/bin/sh")
+    (folder / "extra/run.sh").chmod(0o755)
     (folder / ".git").mkdir()
     (folder / ".git/HEAD").write_text("ref")
     return folder
@@ -47,7 +50,9 @@ def data(path):
 def test_untouched_tensors_are_byte_equal_and_sharding_stays(src, tmp_path, hash, monkeypatch):
     decoded = []
     original = Checkpoint.tensor
-    monkeypatch.setattr(Checkpoint, "tensor", lambda self, info: decoded.append(info.name) or original(self, info))
+    monkeypatch.setattr(
+        Checkpoint, "tensor", lambda self, info, *buffer: decoded.append(info.name) or original(self, info, *buffer)
+    )
     report = convert_gqa(src, tmp_path / "out", kv_heads=2, hash=hash)
     before, after = data(src), data(tmp_path / "out")
     assert before.keys() == after.keys()
@@ -76,7 +81,8 @@ def test_side_files_are_byte_equal_and_stale_ones_named(src, tmp_path):
         "generation_config.json",
     ):
         assert (tmp_path / "out" / name).read_bytes() == (src / name).read_bytes()
-    assert report.files_left_out == ["optimizer.pt"]
+    assert report.files_left_out == [".git", "linked", "optimizer.pt"]
+    assert (tmp_path / "out/extra/run.sh").stat().st_mode & 0o111
     assert not (tmp_path / "out/.git").exists()
     assert not (tmp_path / "out/optimizer.pt").exists()
 
@@ -203,6 +209,83 @@ def test_bin_sources(model, tmp_path, sharded):
     assert data(tmp_path / "out") == data(tmp_path / "same-out")
     assert not list((tmp_path / "out").glob("*.bin*"))
     assert len(list((tmp_path / "out").glob("model*.safetensors"))) == 1 + sharded
+
+
+def test_bin_written_anew_is_read_anew(model, tmp_path):
+    (tmp_path / "src").mkdir()
+    model.config.save_pretrained(tmp_path / "src")
+    for name, factor in (("one", 1), ("two", 2)):
+        torch.save({k: v * factor for k, v in model.state_dict().items()}, tmp_path / "src/new.bin")
+        (tmp_path / "src/new.bin").replace(tmp_path / "src/pytorch_model.bin")
+        convert_gqa(tmp_path / "src", tmp_path / name, kv_heads=2)
+    assert data(tmp_path / "one") != data(tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{3: torch.ones(2)}, {"x": torch.eye(3).to_sparse()}, {"x": torch.ones(2, device="meta")}, {"x": 3}, [1]],
+    ids=["number for a name", "sparse", "meta", "no tensor", "no table"],
+)
+def test_odd_bins_are_refused(tmp_path, state):
+    make_config("llama").save_pretrained(tmp_path / "src")
+    torch.save(state, tmp_path / "src/pytorch_model.bin")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin"):
+        convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x02.", b"PK\x03\x04", b"\x80\x05K\x03.", b"text"])
+def test_damaged_bins_are_refused(tmp_path, content):
+    make_config("llama").save_pretrained(tmp_path / "src")
+    (tmp_path / "src/pytorch_model.bin").write_bytes(content)
+    with pytest.raises(UserError, match=r"pytorch_model\.bin") as caught:
+        convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
+    assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["model-00001-of-00001.safetensors", "weights.safetensors"])
+def test_one_shard_under_another_name(model, tmp_path, file):
+    """Indexed in the source, it gets the name under which it is found without an index."""
+    model.save_pretrained(tmp_path / "src")
+    (tmp_path / "src/model.safetensors").rename(tmp_path / "src" / file)
+    names = Checkpoint._read(tmp_path / "src", (file,), None, frozenset()).tensors
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, file)}
+    (tmp_path / "src/model.safetensors.index.json").write_text(json.dumps(index))
+    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
+    assert Checkpoint.open(tmp_path / "out").shards == ("model.safetensors",)
+
+
+def test_shard_that_holds_nothing_but_dropped_tensors(model, tmp_path):
+    model.save_pretrained(tmp_path / "src")
+    state = load_file(tmp_path / "src/model.safetensors")
+    dropped = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    (tmp_path / "src/model.safetensors").unlink()
+    files = {"model-00001-of-00002.safetensors": state, "model-00002-of-00002.safetensors": {dropped: torch.ones(8)}}
+    for file, part in files.items():
+        save_file(part, tmp_path / "src" / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
+    (tmp_path / "src/model.safetensors.index.json").write_text(json.dumps(index))
+    report = convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
+    assert report.tensors_dropped == [dropped]
+    assert Checkpoint.open(tmp_path / "out").shards == ("model.safetensors",)
+
+
+def test_every_dtype_key_is_set(src, tmp_path):
+    raw = json.loads((src / "config.json").read_text()) | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    (src / "config.json").write_text(json.dumps(raw))
+    convert_gqa(src, tmp_path / "out", kv_heads=2, dtype="float32")
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert (config["dtype"], config["torch_dtype"]) == ("float32", "float32")
+
+
+def test_config_that_leaves_things_unsaid(src, tmp_path):
+    """Then transformers is asked, and the result is the same."""
+    convert_gqa(src, tmp_path / "a", kv_heads=2)
+    raw = json.loads((src / "config.json").read_text())
+    for key in ("head_dim", "attention_bias", "mlp_bias", "tie_word_embeddings", "num_key_value_heads"):
+        del raw[key]
+    (src / "config.json").write_text(json.dumps(raw))
+    convert_gqa(src, tmp_path / "b", kv_heads=2)
+    assert data(tmp_path / "a") == data(tmp_path / "b")
 
 
 def test_bin_with_code_inside_is_refused(tmp_path):
