@@ -29,7 +29,7 @@ _WRONG_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, err
 
 
 class _Stopped(BaseException):
-    """A signal asked us to end. Not a KeyboardInterrupt, of which click makes a line of its own."""
+    """A signal asked us to end. Not an Exception, so that nobody on the way takes it for an error."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -59,9 +59,13 @@ def main() -> NoReturn:
 
 def _run() -> int:
     try:
-        kvfold.main(standalone_mode=False)
+        # Not kvfold.main(), which has statuses and lines of its own for interrupts and closed pipes.
+        with kvfold.make_context("kvfold", sys.argv[1:]) as context:
+            kvfold.invoke(context)
         sys.stdout.flush()
         return 0
+    except click.exceptions.Exit as done:  # --help and --version
+        return done.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message(), file=sys.stderr)
         return 2
@@ -72,10 +76,7 @@ def _run() -> int:
         return _fail("stopped; nothing half-written is left", 128 + stopped.args[0])
     except KvfoldError as error:
         return _fail(str(error), error.exit_status)
-    except (BrokenPipeError, SystemExit) as error:
-        if not isinstance(error.__context__ or error, BrokenPipeError):
-            raise
-        # Whoever read our output has seen enough (click makes an exit of that); what is buffered goes nowhere.
+    except BrokenPipeError:  # whoever read our output has seen enough; what is still buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
