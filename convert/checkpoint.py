@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
-_CHUNK = 4 << 20
+CHUNK = 1 << 20  # bytes moved at a time: as fast as a copy inside the kernel, and 4 MiB is five times slower
 _LFS = b"version https://git-lfs"
 # In the order in which transformers looks; the second of each pair is the index of a sharded checkpoint.
 _FORMATS = (("model.safetensors", INDEX), ("pytorch_model.bin", "pytorch_model.bin.index.json"))
@@ -103,12 +103,12 @@ class Checkpoint:
             import torch
 
             whole = memoryview(self._stored(info).contiguous().reshape(-1).view(torch.uint8).numpy())
-            yield from (whole[at : at + _CHUNK] for at in range(0, len(whole), _CHUNK))
+            yield from (whole[at : at + CHUNK] for at in range(0, len(whole), CHUNK))
             return
-        buffer = memoryview(bytearray(min(_CHUNK, info.nbytes)))
+        buffer = memoryview(bytearray(min(CHUNK, info.nbytes)))
         with (self.folder / info.shard).open("rb", buffering=0) as file:
-            for at in range(info.start, info.stop, _CHUNK):
-                chunk = buffer[: min(_CHUNK, info.stop - at)]
+            for at in range(info.start, info.stop, CHUNK):
+                chunk = buffer[: min(CHUNK, info.stop - at)]
                 _read_exactly(file, at, chunk)
                 yield chunk
 

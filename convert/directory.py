@@ -45,7 +45,6 @@ def check_paths(src: str, out: str | Path, *, overwrite: bool) -> None:
 
 def lay_out(source: Source, outputs: Sequence[Output], max_shard_size: int | None) -> Layout:
     """Deal the outputs to files: as in the source, or anew by size (bytes a shard)."""
-    # Wider elements first keeps every tensor aligned; it changes nothing in a file that the library wrote.
     if max_shard_size is not None:
         shards = split_by_size(outputs, max_shard_size)
         names = shard_names(len(shards))
@@ -59,7 +58,8 @@ def lay_out(source: Source, outputs: Sequence[Output], max_shard_size: int | Non
         if names != shard_names(len(source.checkpoint.shards)):  # .bin files, odd names, or a shard that vanished
             names = shard_names(len(shards))
         metadata = [source.checkpoint.metadata[shard] for shard in by_shard]
-    aligned = [sorted(shard, key=lambda out: -ITEM_BYTES[out.dtype]) for shard in shards]
+    # Wider elements first keeps every tensor aligned; copies before what is computed lets them start at once.
+    aligned = [sorted(shard, key=lambda out: (-ITEM_BYTES[out.dtype], not out.is_copy)) for shard in shards]
     return list(zip(names, aligned, metadata, strict=True))
 
 

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import FileIO
-from itertools import accumulate
 from pathlib import Path
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
 from ..common.errors import UserError
 from ..common.progress import Progress
-from .checkpoint import INDEX, Checkpoint, is_finite, torch_dtype
+from .checkpoint import CHUNK, INDEX, Checkpoint, is_finite, torch_dtype
 from .headers import ITEM_BYTES, TensorInfo, pack_header
 
 if TYPE_CHECKING:
     import torch
-
-_CANNOT_COPY = {errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
 
 
 @dataclass(frozen=True)
@@ -53,82 +51,78 @@ class Output:
         return count
 
 
-class _Sink:
-    """An open file that hashes what passes, if that is wanted; then what passes must come in order."""
+class _Shard:
+    """One safetensors file being written, front to back, in two stages that different threads may take.
 
-    def __init__(self, file: FileIO, hashing: bool):
+    `begin` writes the header and the tensors that are only copied, as far as they lead; `finish` computes the
+    rest. So bytes move while torch is still being imported.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        outputs: Sequence[Output],
+        metadata: dict[str, str],
+        checkpoint: Checkpoint,
+        hashing: bool,
+        advance: Callable[[int], None],
+    ):
         import xxhash
 
-        self.file = file
+        self.path, self.outputs, self.metadata, self.checkpoint = path, outputs, metadata, checkpoint
+        self.advance = advance
         self.digest = xxhash.xxh3_128() if hashing else None
+        self.leading = next((i for i, out in enumerate(outputs) if not out.is_copy), len(outputs))
+        self.begun = Event()
 
-    def write(self, piece: bytes | memoryview) -> None:
-        if self.digest:
-            self.digest.update(piece)
-        view = memoryview(piece)
+    def begin(self) -> None:
+        try:
+            with self.path.open("xb", buffering=0) as file:
+                header = [(out.name, out.dtype, out.shape) for out in self.outputs]
+                self._write(file, pack_header(header, self.metadata))
+                for out in self.outputs[: self.leading]:
+                    self._copy(file, out.sources[0])
+                    self.advance(out.nbytes)
+        finally:
+            self.begun.set()
+
+    def finish(self) -> None:
+        self.begun.wait()
+        rest = self.outputs[self.leading :]
+        needed = (sum(info.nbytes for info in out.sources) for out in rest if not out.is_copy)
+        buffer = memoryview(bytearray(max(needed, default=0)))
+        with self.path.open("ab", buffering=0) as file:
+            for out in rest:
+                if out.is_copy:
+                    self._copy(file, out.sources[0])
+                else:
+                    self._write(file, _bytes_of(_compute(out, self.checkpoint, buffer)))
+                self.advance(out.nbytes)
+
+    def _write(self, file: FileIO, data: bytes | memoryview) -> None:
+        view = memoryview(data)
         while len(view):
-            view = view[self.file.write(view) :]
+            # Small pieces, hashed and written while the cache holds them.
+            piece = view[: file.write(view[:CHUNK])]
+            if self.digest:
+                self.digest.update(piece)
+            view = view[len(piece) :]
 
-    def copy(self, checkpoint: Checkpoint, info: TensorInfo) -> None:
-        """Copy a tensor's bytes; inside the kernel when nobody needs to see them."""
-        start = info.start
-        if not self.digest and not info.shard.endswith(".bin") and hasattr(os, "copy_file_range"):
-            start = self._copy_in_kernel(checkpoint.folder / info.shard, start, info.stop)
-        if start == info.start:
-            for piece in checkpoint.pieces(info):
-                self.write(piece)
-
-    def _copy_in_kernel(self, path: Path, start: int, stop: int) -> int:
-        with path.open("rb", buffering=0) as source:
-            while start < stop:
-                try:
-                    count = os.copy_file_range(source.fileno(), self.file.fileno(), stop - start, start)
-                except OSError as error:
-                    if error.errno in _CANNOT_COPY:  # known before the first byte
-                        return start
-                    raise
-                if count == 0:
-                    raise OSError(f"{path.name} ended while it was copied")
-                start += count
-        return start
+    def _copy(self, file: FileIO, info: TensorInfo) -> None:
+        for piece in self.checkpoint.pieces(info):
+            self._write(file, piece)
 
 
-def write_shard(
-    path: Path,
-    outputs: Sequence[Output],
-    metadata: dict[str, str],
-    checkpoint: Checkpoint,
-    *,
-    hashing: bool,
-    advance: Callable[[int], None],
-) -> str | None:
-    """Write one safetensors file.
-
-    Returns:
-        The file's xxh3-128 as hex, or None without hashing.
-
-    Raises:
-        UserError: a computed tensor is not finite, or came out in another shape than announced.
-        OSError: the disk failed.
-    """
-    header = pack_header([(out.name, out.dtype, out.shape) for out in outputs], metadata)
-    starts = accumulate((out.nbytes for out in outputs), initial=len(header))
-    places = list(zip(outputs, starts, strict=False))  # one more start than outputs: the end of the file
-    needed = (sum(info.nbytes for info in out.sources) for out in outputs if not out.is_copy)
-    buffer = memoryview(bytearray(max(needed, default=0)))
-    if not hashing:  # then order is free, and copying need not wait until torch is imported
-        places.sort(key=lambda place: not place[0].is_copy)
-    with path.open("wb", buffering=0) as file:
-        sink = _Sink(file, hashing)
-        sink.write(header)
-        for out, start in places:
-            file.seek(start)
-            if out.is_copy:
-                sink.copy(checkpoint, out.sources[0])
-            else:
-                sink.write(_bytes_of(_compute(out, checkpoint, buffer)))
-            advance(out.nbytes)
-    return sink.digest.hexdigest() if sink.digest else None
+@contextmanager
+def _quick_switches() -> Iterator[None]:
+    """Let threads change places ten times as often: a copying one asks for the interpreter at every piece, and
+    one that imports holds on to it for as long as it may."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(interval / 10)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def _compute(out: Output, checkpoint: Checkpoint, buffer: memoryview) -> torch.Tensor:
@@ -199,21 +193,38 @@ def write_weights(
             if progress:
                 progress(done, total)
 
-    def write(name: str, outputs: Sequence[Output], metadata: dict[str, str]) -> str | None:
-        return write_shard(folder / name, outputs, metadata, checkpoint, hashing=hashing, advance=advance)
+    shards = [
+        _Shard(folder / name, outputs, metadata, checkpoint, hashing, advance) for name, outputs, metadata in layout
+    ]
+    stages = deque([shard.begin for shard in shards] + [shard.finish for shard in shards])
 
-    # Two shards at a time: while one computes or hashes, the other one's bytes move.
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        tasks = {name: pool.submit(write, name, outputs, metadata) for name, outputs, metadata in layout}
+    def work() -> None:
         try:
-            import torch  # noqa: F401  (a second, during which the bytes of copied tensors move already)
-
-            for task in as_completed(tasks.values()):
-                task.result()
+            while stages:
+                try:
+                    stage = stages.popleft()
+                except IndexError:  # the other thread was faster
+                    return
+                stage()
         except BaseException:
-            failed.set()  # an interrupt reaches only this thread
+            failed.set()
             raise
-    hashes = {name: task.result() for name, task in tasks.items()}
+
+    # Two threads: one copies while the other one imports torch, then both take what is left.
+    with _quick_switches(), ThreadPoolExecutor(max_workers=1) as pool:
+        other = pool.submit(work)
+        try:
+            if any(out.make or not out.is_copy for _, outputs, _ in layout for out in outputs):
+                import torch  # noqa: F401
+            work()
+        except CancelledError:  # the other one's error is the one to tell
+            other.result()
+            raise
+        except BaseException:
+            failed.set()
+            raise
+        other.result()
+    hashes = {shard.path.name: shard.digest.hexdigest() if shard.digest else None for shard in shards}
     if len(layout) > 1:
         weight_map = {out.name: name for name, outputs, _ in layout for out in outputs}
         index: dict[str, Any] = {

@@ -306,19 +306,6 @@ def test_full_disk_is_told_before_the_work(src, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_kernel_copy_falls_back_where_the_system_has_none(src, tmp_path, monkeypatch):
-    import errno
-    import os
-
-    def refuse(*args):
-        raise OSError(errno.EXDEV, "cross-device")
-
-    monkeypatch.setattr(os, "copy_file_range", refuse)
-    convert_gqa(src, tmp_path / "a", kv_heads=2, hash=False)
-    convert_gqa(src, tmp_path / "b", kv_heads=2)
-    assert data(tmp_path / "a") == data(tmp_path / "b")
-
-
 def test_progress_reaches_its_total(src, tmp_path):
     seen = []
     report = convert_gqa(src, tmp_path / "out", kv_heads=2, progress=lambda done, total: seen.append((done, total)))
