@@ -1,6 +1,6 @@
 """How long `kvfold convert gqa` takes against `cp -r` of the same directory, and how much memory it needs.
 
-    python -m kvfold.recipes.bench.convert [--dir DIR] [--gigabytes 4] [--runs 5]
+    python -m kvfold.recipes.bench.convert [--dir DIR] [--gigabytes 8] [--runs 5]
 
 Runs alternate (cp, convert without hashing, convert with hashing, cp, ...) so that the machine's moods hit all
 alike; ratios are of the medians. Nobody calls fsync; dirty pages are flushed between runs, outside the clock.
@@ -83,7 +83,7 @@ def memory(command: list[str], out: Path) -> Peak:
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, help="where to work; a temporary folder by default")
-    parser.add_argument("--gigabytes", type=float, default=4.0)
+    parser.add_argument("--gigabytes", type=float, default=8.0)
     parser.add_argument("--runs", type=int, default=5)
     options = parser.parse_args(args)
     with tempfile.TemporaryDirectory(prefix="kvfold-bench-", dir=options.dir) as folder:
