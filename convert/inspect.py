@@ -107,8 +107,9 @@ def _describe(src: str, config: Any, tensors: list[TensorInfo], context: int | N
     element_bytes = ITEM_BYTES[dtype] if dtype in FLOATS else 2  # quantised weights, 16-bit cache
     context = context or context_length(config) or 4096
     rope = _rope(text)
-    layer_types = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
+    one_kind = "sliding_attention" if window else "full_attention"
+    layer_types = getattr(text, "layer_types", None) or [one_kind] * text.num_hidden_layers
     return InspectReport(
         model=src,
         family=config.model_type,
@@ -129,9 +130,7 @@ def _describe(src: str, config: Any, tensors: list[TensorInfo], context: int | N
         rotary_dim=rope.dim,
         nope_layers=text.num_hidden_layers if rope.dim == 0 else (getattr(text, "no_rope_layers", None) or []).count(0),
         sliding_window=window,
-        sliding_layers=sum(
-            "sliding" in kind for kind in layer_types or [window and "sliding"] * text.num_hidden_layers if kind
-        ),
+        sliding_layers=sum(kind == "sliding_attention" for kind in layer_types),
         tied_head=bool(config.tie_word_embeddings),
         dtype=FLOATS.get(dtype, dtype),
         parameters=sum(info.numel for info in tensors),
@@ -224,22 +223,23 @@ def _rope(config: Any) -> _Rope:
 
 def conversions(config: Any) -> list[Conversion]:
     """Every conversion that kvfold knows, and whether this model can go through it."""
-    reason, choices = obstacle(config), []
-    if not reason:
-        family = FAMILIES[config.model_type]
-        choices = [n for n in kv_head_choices(config, family) if n < num_key_value_heads(config)]
-        if not choices:
-            reason = "it has a single KV head already"
-        elif family.becomes:
-            reason = f"the result is a {family.becomes} model"
-        elif family.has_qk_norm(config):
-            reason = "by whole heads only: its QK-norm does not commute with mixing channels"
-    table = {"gqa": [n for n in choices if n > 1], "mqa": [n for n in choices if n == 1]}
+    mla = Conversion("mla", False, [], "this version of kvfold does not convert to MLA")
+    if reason := obstacle(config):
+        return [Conversion("gqa", False, [], reason), Conversion("mqa", False, [], reason), mla]
+    family, heads = FAMILIES[config.model_type], num_key_value_heads(config)
+    choices = [n for n in kv_head_choices(config, family) if n < heads]
+    note = f"the result is a {family.becomes} model" if family.becomes else ""
+    if family.has_qk_norm(config):
+        note = "by whole heads only: its QK-norm does not commute with mixing channels"
     rows = []
-    for kind, heads in table.items():
-        why = reason or ("" if heads else "its KV head count has no divisor between 1 and itself")
-        if not heads and choices and not reason:
-            why = f"{num_key_value_heads(config)} KV heads form no groups other than one"
-        rows.append(Conversion(kind, bool(heads), heads, why))
-    mla = "this version of kvfold does not convert to MLA"
-    return [*rows, Conversion("mla", False, [], mla)]
+    for kind, possible in {"gqa": [n for n in choices if n > 1], "mqa": [n for n in choices if n == 1]}.items():
+        if possible:
+            why = note
+        elif heads == 1:
+            why = "it has a single KV head already"
+        elif family.only_kv_heads:
+            why = f"a {family.becomes or family.name} model holds one KV head or all"
+        else:
+            why = f"{heads} KV heads form no groups other than one"
+        rows.append(Conversion(kind, bool(possible), possible, why))
+    return [*rows, mla]

@@ -198,6 +198,11 @@ def write_weights(
     ]
     stages = deque([shard.begin for shard in shards] + [shard.finish for shard in shards])
 
+    def fail() -> None:
+        failed.set()
+        for shard in shards:
+            shard.begun.set()  # nobody shall wait for a stage that never comes
+
     def work() -> None:
         try:
             while stages:
@@ -207,7 +212,7 @@ def write_weights(
                     return
                 stage()
         except BaseException:
-            failed.set()
+            fail()
             raise
 
     # Two threads: one copies while the other one imports torch, then both take what is left.
@@ -221,7 +226,7 @@ def write_weights(
             other.result()
             raise
         except BaseException:
-            failed.set()
+            fail()
             raise
         other.result()
     hashes = {shard.path.name: shard.digest.hexdigest() if shard.digest else None for shard in shards}

@@ -92,7 +92,8 @@ def test_mha_choices_and_gpt2(inspected):
     assert conversions(inspected(make_model(make_config("llama")))) == {"gqa": [2], "mqa": [1], "mla": []}
     report = inspected(make_model(make_gpt2()))
     assert conversions(report) == {"gqa": [], "mqa": [1], "mla": []}
-    assert "gpt_bigcode" in report.conversions[1].reason
+    assert report.conversions[0].reason == "a gpt_bigcode model holds one KV head or all"
+    assert report.conversions[1].reason == "the result is a gpt_bigcode model"
     assert report.attention_biases == "c_attn, c_proj"
 
 
