@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -177,11 +178,14 @@ def _load_this_bin(path: Path, mtime_ns: int, size: int) -> dict[str, torch.Tens
     """One pickled shard; its pages are mapped from the file where its format allows that."""
     import torch
 
+    load = partial(torch.load, path, map_location="cpu", weights_only=True)
     try:
-        try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # files of before torch 1.6 are no zip archives, which mapping needs
-            state = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what matters becomes an error, in one line
+            try:
+                state = load(mmap=True)
+            except RuntimeError:  # files of before torch 1.6 are no zip archives, which mapping needs
+                state = load()
     except OSError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
