@@ -71,7 +71,7 @@ def _run() -> int:
         return 2
     except click.UsageError as error:
         help_of = error.ctx.command_path if error.ctx else "kvfold"
-        return _fail(f"{error.format_message()} See {help_of} --help.", 2)
+        return _fail(f"{error.format_message().rstrip('.')}. See {help_of} --help.", 2)
     except _Stopped as stopped:
         return _fail("stopped; nothing half-written is left", 128 + stopped.args[0])
     except KvfoldError as error:

@@ -23,7 +23,7 @@ def evaluate() -> None:
 @click.option("--max-windows", type=options.count, help="Score only the first so many windows.")
 @click.option("--batch-size", type=options.count, default=1, show_default=True, help="Does not change the result.")
 @click.option("--bos", is_flag=True, help="Put the tokenizer's BOS before every window.")
-@options.run_dtype
+@options.run_dtype(auto="float32 on a CPU and the checkpoint's own elsewhere")
 @options.device
 @options.revision
 @options.as_json
@@ -40,7 +40,7 @@ def ppl(model: str, as_json: bool, **knobs: Any) -> None:
 @evaluate.command()
 @click.argument("model")
 @click.option("--context", type=options.count, help="Tokens of the sequence.  [512, or the model's context if smaller]")
-@options.run_dtype
+@options.run_dtype(auto="the checkpoint's own")
 @options.device
 @options.revision
 @options.as_json

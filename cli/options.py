@@ -12,6 +12,21 @@ MOST = 2**53  # more of anything than a machine holds, and exact as a float
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
+class Count(click.ParamType):
+    """A whole number that a machine can count to; what it may be beyond that, the command says best."""
+
+    name = "integer"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            self.fail(f"{value[:20]!r} is not a whole number", param, ctx)
+        if abs(number) > MOST:
+            self.fail(f"{value[:20]}... is more than there is of anything", param, ctx)
+        return number
+
+
 class Size(click.ParamType):
     """A number of bytes, such as 500000, 200MB or 2GiB."""
 
@@ -28,15 +43,14 @@ class Size(click.ParamType):
         return int(size)
 
 
-count = click.IntRange(max=MOST)
+count = Count()
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object.")
 revision = click.option("--revision", help="Branch, tag or commit of a Hub id.")
 device = click.option("--device", default="auto", show_default=True, help="Where to run: cpu, cuda, cuda:1, mps.")
-run_dtype = click.option(
-    "--dtype",
-    type=click.Choice(("auto", "checkpoint", *DTYPES)),
-    default="auto",
-    show_default=True,
-    help="Run in this dtype; auto is float32 on a CPU and the checkpoint's own elsewhere.",
-)
+
+
+def run_dtype(auto: str) -> Any:
+    """The option --dtype of a command that runs a model; `auto` says what that value means to it."""
+    choices = click.Choice(("auto", "checkpoint", *DTYPES))
+    return click.option("--dtype", type=choices, default="auto", show_default=True, help=f"Run in it; auto is {auto}.")

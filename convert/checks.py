@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Any
 
 from ..common.errors import UserError, divisors
 from ..common.kvcache import num_attention_heads, num_key_value_heads
 from .families import FAMILIES, Family, Promise
+from .headers import TensorInfo
 from .source import Source
 
 
@@ -37,6 +39,11 @@ def kv_head_choices(config: Any, family: Family) -> list[int]:
     return [n for n in choices if not family.only_kv_heads or n in family.only_kv_heads]
 
 
+def one_or_all(family: Family) -> str:
+    """What is said of a family whose target is multi-query or nothing."""
+    return f"a {family.becomes or family.name} model holds one KV head or all"
+
+
 def check_convertible(source: Source, kv_heads: int) -> None:
     """Check family, features and head counts, before a tensor is looked at.
 
@@ -47,11 +54,13 @@ def check_convertible(source: Source, kv_heads: int) -> None:
         raise UserError(f"{source.name} cannot be converted: {reason}")
     choices = kv_head_choices(source.config, source.family)
     if kv_heads not in choices:
-        heads = num_key_value_heads(source.config)
-        raise UserError(f"{heads} KV heads cannot form {kv_heads} groups; try {', '.join(map(str, choices))}")
+        heads, try_ = num_key_value_heads(source.config), ", ".join(map(str, choices))
+        if source.family.only_kv_heads:
+            raise UserError(f"{kv_heads} KV heads are not possible: {one_or_all(source.family)}; try {try_}")
+        raise UserError(f"{heads} KV heads cannot form {kv_heads} groups; try {try_}")
 
 
-def account(source: Source) -> dict[str, Promise]:
+def account(family: Family, config: Any, stored: Mapping[str, TensorInfo]) -> dict[str, Promise]:
     """Match what is stored against what the family's table promises: each tensor once, none missing.
 
     Returns:
@@ -60,9 +69,8 @@ def account(source: Source) -> dict[str, Promise]:
     Raises:
         UserError: names the first tensor that is missing, unknown, or of another shape.
     """
-    stored = source.checkpoint.tensors
-    promised = source.family.promises(source.config, stored)
-    model = f"a {source.family.name} model with this config"
+    promised = family.promises(config, stored)
+    model = f"a {family.name} model with this config"
     for name, info in stored.items():
         if name not in promised:
             near = difflib.get_close_matches(name, promised, n=1)

@@ -105,7 +105,14 @@ def convert_gqa(
             out,
             layout,
             config=edited_config(source, kv_heads, dtype),
-            recipe={"command": "convert gqa", "kv_heads": kv_heads, "method": method, "seed": seed, "dtype": dtype},
+            recipe={
+                "command": "convert gqa",
+                "kv_heads": kv_heads,
+                "method": method,
+                "seed": seed,
+                "dtype": dtype,
+                "max_shard_size": max_shard_size,
+            },
             dropped=dropped,
             overwrite=overwrite,
             hashing=hash,
@@ -116,7 +123,8 @@ def convert_gqa(
 
 def _plan(source: Source, kv_heads: int, method: str, seed: int, dtype: str | None) -> tuple[list[Output], list[str]]:
     """Every tensor of the result, in the source's order, and the names that have no successor."""
-    stored, origins = source.checkpoint.tensors, account(source)
+    stored = source.checkpoint.tensors
+    origins = account(source.family, source.config, stored)
     target = FAMILIES[source.family.becomes or source.family.name]
     sizes = Sizes(source.config)
     knobs = Knobs(seed, source.config.initializer_range)

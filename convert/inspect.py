@@ -21,7 +21,7 @@ from ..common.kvcache import (
 )
 from ..common.sources import one_line_errors, quiet, read_config, source_kind
 from .checkpoint import Checkpoint
-from .checks import kv_head_choices, obstacle
+from .checks import account, kv_head_choices, obstacle, one_or_all
 from .families import FAMILIES
 from .headers import FLOATS, ITEM_BYTES, TensorInfo
 
@@ -40,7 +40,8 @@ class Conversion:
 
 @dataclass(frozen=True)
 class InspectReport:
-    """What a checkpoint is. Byte figures are for the checkpoint's own dtype.
+    """What a checkpoint is. Cache figures are for elements of `kv_element_bytes`: the checkpoint's own dtype, or 16
+    bits where its weights are quantised.
 
     `kv_bytes` is what one sequence of `context` tokens caches over all layers; layers with a sliding window
     keep no more than it.
@@ -72,6 +73,7 @@ class InspectReport:
     weight_bytes: int
     max_position_embeddings: int | None
     kv_elements_per_token_per_layer: int
+    kv_element_bytes: int
     kv_bytes_per_token: int
     context: int
     kv_bytes: int
@@ -95,10 +97,10 @@ def inspect_model(src: str | Path, *, context: int | None = None, revision: str 
         raise UserError(f"a context of {context} tokens caches nothing; give a positive number")
     config, tensors = _read_headers(src, revision)
     with one_line_errors(src):  # transformers accepts values of the wrong kind where it does not need them
-        return _describe(src, config, tensors, context)
+        return _describe(src, source_kind(src, revision), config, tensors, context)
 
 
-def _describe(src: str, config: Any, tensors: list[TensorInfo], context: int | None) -> InspectReport:
+def _describe(src: str, kind: str, config: Any, tensors: list[TensorInfo], context: int | None) -> InspectReport:
     text = config.get_text_config(decoder=True)
     if missing := [name for name in _NEEDED if not hasattr(text, name)]:
         raise UserError(f"{src} is a {config.model_type} model, not a decoder of text (no {missing[0]} in its config)")
@@ -137,10 +139,11 @@ def _describe(src: str, config: Any, tensors: list[TensorInfo], context: int | N
         weight_bytes=sum(info.stop - info.start or info.nbytes for info in tensors),
         max_position_embeddings=context_length(config),
         kv_elements_per_token_per_layer=kv_elements(config),
+        kv_element_bytes=element_bytes,
         kv_bytes_per_token=kv_bytes_per_token(config, element_bytes),
         context=context,
         kv_bytes=kv_bytes(config, context, element_bytes),
-        conversions=conversions(config),
+        conversions=conversions(config, tensors, named_as_saved=kind != "gguf"),
     )
 
 
@@ -221,10 +224,20 @@ def _rope(config: Any) -> _Rope:
     return _Rope(say("rope_type"), say("rope_theta"), int(head_dim(config) * part))
 
 
-def conversions(config: Any) -> list[Conversion]:
-    """Every conversion that kvfold knows, and whether this model can go through it."""
+def conversions(config: Any, tensors: list[TensorInfo], *, named_as_saved: bool) -> list[Conversion]:
+    """Every conversion that kvfold knows, and whether this model can go through it.
+
+    Args:
+        named_as_saved: whether the tensors carry transformers' names, so that they can be held against the config.
+    """
     mla = Conversion("mla", False, [], "this version of kvfold does not convert to MLA")
-    if reason := obstacle(config):
+    reason = obstacle(config)
+    if not reason and named_as_saved:
+        try:
+            account(FAMILIES[config.model_type], config, {info.name: info for info in tensors})
+        except UserError as error:
+            reason = str(error)
+    if reason:
         return [Conversion("gqa", False, [], reason), Conversion("mqa", False, [], reason), mla]
     family, heads = FAMILIES[config.model_type], num_key_value_heads(config)
     choices = [n for n in kv_head_choices(config, family) if n < heads]
@@ -238,7 +251,7 @@ def conversions(config: Any) -> list[Conversion]:
         elif heads == 1:
             why = "it has a single KV head already"
         elif family.only_kv_heads:
-            why = f"a {family.becomes or family.name} model holds one KV head or all"
+            why = one_or_all(family)
         else:
             why = f"{heads} KV heads form no groups other than one"
         rows.append(Conversion(kind, bool(possible), possible, why))

@@ -40,7 +40,11 @@ def test_table_names_what_transformers_saves(case, tmp_path):
             for name, promise in source.family.promises(source.config, source.checkpoint.tensors).items()
             if not promise.optional
         }
-        assert required <= set(account(source)) == set(source.checkpoint.tensors)
+        assert (
+            required
+            <= set(account(source.family, source.config, source.checkpoint.tensors))
+            == set(source.checkpoint.tensors)
+        )
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -132,6 +132,16 @@ def test_quantised_source_is_no_candidate(tmp_path):
     assert "quantised (gptq)" in inspect_model(tmp_path).conversions[0].reason
 
 
+def test_edited_config_is_no_candidate(tmp_path):
+    """Told before the work: `convert` would refuse it."""
+    make_model(make_config("llama")).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    report = inspect_model(tmp_path)
+    assert not any(row.possible for row in report.conversions)
+    assert "the config says [32, 64]" in report.conversions[0].reason
+
+
 def test_reads_headers_only(tmp_path, monkeypatch):
     """A terabyte of (sparse) weights is described in no time, and no tensor is read."""
     config = make_config("llama")

@@ -63,7 +63,9 @@ def test_heads_that_do_not_divide(src, tmp_path, kv_heads):
 
 def test_gpt2_only_becomes_mqa(tmp_path):
     make_model(make_gpt2()).save_pretrained(tmp_path / "src")
-    refuse(tmp_path / "src", tmp_path, "4 KV heads cannot form 2 groups; try 1$")
+    refuse(
+        tmp_path / "src", tmp_path, "2 KV heads are not possible: a gpt_bigcode model holds one KV head or all; try 1$"
+    )
 
 
 def test_unknown_method_suggests_the_nearest(src, tmp_path):

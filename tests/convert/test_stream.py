@@ -99,7 +99,8 @@ def test_record_tells_recipe_and_true_hashes(src, tmp_path):
     record = json.loads((tmp_path / "a/kvfold.json").read_text())
     assert record["format_version"] == 1
     assert record["recipe"] == {
-        "command": "convert gqa", "kv_heads": 2, "method": "first", "seed": 7, "dtype": None
+        "command": "convert gqa", "kv_heads": 2, "method": "first", "seed": 7, "dtype": None,
+        "max_shard_size": None,
     }  # fmt: skip
     assert record["source"]["name"] == "src"  # not the whole path
     assert "model.layers.0.self_attn.k_proj.weight" in record["computed"]
