@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from ..common.loading import FLOATS
 from . import options
 from .output import print_report
 
@@ -21,7 +22,7 @@ def convert() -> None:
 @click.option("--kv-heads", type=options.count, required=True, help="KV heads of the result; 1 is MQA.")
 @click.option("--method", default="mean", show_default=True, help="How heads merge: mean, first or random.")
 @click.option("--seed", type=options.count, default=0, show_default=True, help="For methods that draw random numbers.")
-@click.option("--dtype", type=click.Choice(options.DTYPES), help="Of the result's weights.  [the source's own]")
+@click.option("--dtype", type=click.Choice(FLOATS), help="Of the result's weights.  [the source's own]")
 @click.option("--max-shard-size", type=options.Size(), help="Such as 5GB.  [sharded as the source]")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at OUT, once the new one is whole.")
 @click.option("--dry-run", is_flag=True, help="Check and plan everything, write nothing.")

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+from ..common.loading import DTYPES
+
 MOST = 2**53  # more of anything than a machine holds, and exact as a float
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -52,5 +53,5 @@ device = click.option("--device", default="auto", show_default=True, help="Where
 
 def run_dtype(auto: str) -> Any:
     """The option --dtype of a command that runs a model; `auto` says what that value means to it."""
-    choices = click.Choice(("auto", "checkpoint", *DTYPES))
+    choices = click.Choice(DTYPES)
     return click.option("--dtype", type=choices, default="auto", show_default=True, help=f"Run in it; auto is {auto}.")

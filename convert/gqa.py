@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +14,7 @@ from ..common.progress import Progress
 from .checks import account, check_convertible
 from .directory import Layout, check_paths, lay_out, write_directory
 from .families import FAMILIES, Promise, Sizes
-from .headers import FLOATS, ITEM_BYTES, TensorInfo
+from .headers import FLOATS, ITEM_BYTES, TensorInfo, main_dtype
 from .merge import Knobs, find_method, holds_kv_heads, merge_stored
 from .source import Source, open_source
 from .stream import Output
@@ -169,10 +168,7 @@ def _report(
     outputs = [output for _, shard, _ in layout for output in shard]
     heads, caching = num_key_value_heads(source.config), sum(cached_tokens(source.config, 1))
     before, after = (2 * n * head_dim(source.config) for n in (heads, kv_heads))
-    stored = Counter[str]()
-    for output in outputs:
-        stored[output.sources[0].dtype] += output.nbytes
-    source_dtype = stored.most_common(1)[0][0]
+    source_dtype = main_dtype(info for output in outputs for info in output.sources)
     dtype = next(output.dtype for output in outputs if output.sources[0].dtype == source_dtype)
     return ConvertReport(
         model=str(out),

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -44,6 +46,19 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return self.numel * ITEM_BYTES[self.dtype]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes on disk, which of a GGUF tensor only its offsets tell; a pickled one has none."""
+        return self.stop - self.start or self.nbytes
+
+
+def main_dtype(tensors: Iterable[TensorInfo]) -> str:
+    """The dtype that most of the weights' bytes are in."""
+    count: Counter[str] = Counter()
+    for info in tensors:
+        count[info.dtype] += info.stored_bytes
+    return count.most_common(1)[0][0] if count else "none"
 
 
 def parse_header(raw: bytes, *, shard: str, file_bytes: int) -> tuple[list[TensorInfo], dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from ..common.sources import one_line_errors, quiet, read_config, source_kind
 from .checkpoint import Checkpoint
 from .checks import account, kv_head_choices, obstacle, one_or_all
 from .families import FAMILIES
-from .headers import FLOATS, ITEM_BYTES, TensorInfo
+from .headers import FLOATS, ITEM_BYTES, TensorInfo, main_dtype
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
 
@@ -95,9 +94,10 @@ def inspect_model(src: str | Path, *, context: int | None = None, revision: str 
     src = str(src)
     if context is not None and context < 1:
         raise UserError(f"a context of {context} tokens caches nothing; give a positive number")
-    config, tensors = _read_headers(src, revision)
+    kind = source_kind(src, revision)
+    config, tensors = _read_headers(src, kind, revision)
     with one_line_errors(src):  # transformers accepts values of the wrong kind where it does not need them
-        return _describe(src, source_kind(src, revision), config, tensors, context)
+        return _describe(src, kind, config, tensors, context)
 
 
 def _describe(src: str, kind: str, config: Any, tensors: list[TensorInfo], context: int | None) -> InspectReport:
@@ -105,7 +105,7 @@ def _describe(src: str, kind: str, config: Any, tensors: list[TensorInfo], conte
     if missing := [name for name in _NEEDED if not hasattr(text, name)]:
         raise UserError(f"{src} is a {config.model_type} model, not a decoder of text (no {missing[0]} in its config)")
     family = FAMILIES.get(config.model_type)
-    dtype = _main_dtype(tensors)
+    dtype = main_dtype(tensors)
     element_bytes = ITEM_BYTES[dtype] if dtype in FLOATS else 2  # quantised weights, 16-bit cache
     context = context or context_length(config) or 4096
     rope = _rope(text)
@@ -136,7 +136,7 @@ def _describe(src: str, kind: str, config: Any, tensors: list[TensorInfo], conte
         tied_head=bool(config.tie_word_embeddings),
         dtype=FLOATS.get(dtype, dtype),
         parameters=sum(info.numel for info in tensors),
-        weight_bytes=sum(info.stop - info.start or info.nbytes for info in tensors),
+        weight_bytes=sum(info.stored_bytes for info in tensors),
         max_position_embeddings=context_length(config),
         kv_elements_per_token_per_layer=kv_elements(config),
         kv_element_bytes=element_bytes,
@@ -147,9 +147,9 @@ def _describe(src: str, kind: str, config: Any, tensors: list[TensorInfo], conte
     )
 
 
-def _read_headers(src: str, revision: str | None) -> tuple[Any, list[TensorInfo]]:
+def _read_headers(src: str, kind: str, revision: str | None) -> tuple[Any, list[TensorInfo]]:
     """Config and tensor headers of a SOURCE, wherever it is."""
-    kind, path = source_kind(src, revision), Path(src)
+    path = Path(src)
     if kind == "folder":
         config = read_config(path)
         return config, list(Checkpoint.open(path).tensors.values())
@@ -167,14 +167,6 @@ def _read_headers(src: str, revision: str | None) -> tuple[Any, list[TensorInfo]
         for shard, file in remote.files_metadata.items()
         for name, row in file.tensors.items()
     ]
-
-
-def _main_dtype(tensors: Iterable[TensorInfo]) -> str:
-    """The dtype that most of the weights' bytes are in."""
-    count: Counter[str] = Counter()
-    for info in tensors:
-        count[info.dtype] += info.stop - info.start or info.nbytes
-    return count.most_common(1)[0][0] if count else "none"
 
 
 def _attention_biases(tensors: Iterable[TensorInfo]) -> str:
