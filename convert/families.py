@@ -8,9 +8,10 @@ at most one rule (`~` stands for `model.layers.{layer}.`):
     lm_head.weight              N D     untied
 
 Symbols: N vocabulary, P positions, D hidden size, I MLP width, M expert width, E experts, H query heads,
-G key/value heads, d head dimension, Q = H*d, K = V = G*d. `Q+K+V` is a fused axis in this order, `2I` a
-multiple. They are all that conversion needs to know: an axis that says K, V or G, or a name with the slot
-`{kv_head}`, holds key/value heads; nothing else changes.
+G key/value heads, d head dimension, Q = H*d (queries), O = H*d (what the output projection reads), K = V = G*d.
+`Q+K+V` is a fused axis in this order, `2I` a multiple. They are all that conversion needs to know: an axis that
+says K, V or G, or a name with the slot `{kv_head}`, holds key/value heads, one that says Q, O or H, or the slot
+`{head}`, holds query heads; nothing else changes.
 
 Rules: `if X` - there exactly when the config attribute, or the entry of `CONDITIONS`, X is true;
 `untied` - may be absent when the head is tied; `drop` - a buffer of older releases, left out.
@@ -188,7 +189,7 @@ _SYMBOLS: dict[str, Callable[[Any], int]] = {
     "G": num_key_value_heads,
     "d": head_dim,
 }
-_PRODUCTS = {"Q": ("H", "d"), "K": ("G", "d"), "V": ("G", "d")}
+_PRODUCTS = {"Q": ("H", "d"), "O": ("H", "d"), "K": ("G", "d"), "V": ("G", "d")}
 
 
 class Sizes(dict[str, int]):
@@ -230,7 +231,7 @@ _QKV_BIAS = """
     ~self_attn.k_proj.bias              K
     ~self_attn.v_proj.bias              V
 """
-_O = "~self_attn.o_proj.weight  D Q\n"
+_O = "~self_attn.o_proj.weight  D O\n"
 _O_BIAS = "~self_attn.o_proj.bias  D\n"
 _GATED_MLP = """
     ~mlp.gate_proj.weight               I D
@@ -307,7 +308,7 @@ _PHI = _QKV + _QKV_BIAS + """
         lm_head.bias                        N
         model.final_layernorm.weight        D
         model.final_layernorm.bias          D
-        ~self_attn.dense.weight             D Q
+        ~self_attn.dense.weight             D O
         ~self_attn.dense.bias               D
         ~mlp.fc1.weight                     I D
         ~mlp.fc1.bias                       I
@@ -385,7 +386,7 @@ _GPT2 = (
     _GPT2_BLOCK
     + """
     transformer.h.{layer}.attn.c_attn.weight        D Q+K+V
-    transformer.h.{layer}.attn.c_proj.weight        Q D
+    transformer.h.{layer}.attn.c_proj.weight        O D
     transformer.h.{layer}.mlp.c_fc.weight           D I
     transformer.h.{layer}.mlp.c_proj.weight         I D
 """
@@ -394,7 +395,7 @@ _GPT_BIGCODE = (
     _GPT2_BLOCK
     + """
     transformer.h.{layer}.attn.c_attn.weight        Q+K+V D
-    transformer.h.{layer}.attn.c_proj.weight        D Q
+    transformer.h.{layer}.attn.c_proj.weight        D O
     transformer.h.{layer}.mlp.c_fc.weight           I D
     transformer.h.{layer}.mlp.c_proj.weight         D I
 """
