@@ -106,6 +106,8 @@ class Family:
         becomes: the family of the result, where the source's own architecture cannot hold it.
         config: what the result's config says beside the number of KV heads.
         refuses: config attributes with the value that cannot be converted, and why.
+        in_memory: names (after the layer's number) that transformers has in memory only, with the stored ones that
+            each is made of: end to end, and stacked where the names have the slot `{expert}`.
     """
 
     name: str
@@ -120,11 +122,17 @@ class Family:
     becomes: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
     refuses: Mapping[str, tuple[bool, str]] = field(default_factory=dict)
+    in_memory: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
         text = self.tensors.replace("~", "model.layers.{layer}.")
         return tuple(Weight.parse(line) for line in text.splitlines() if line.strip())
+
+    @cached_property
+    def layers(self) -> str:
+        """What the names of the decoder layers begin with, such as `model.layers.`."""
+        return next(w.template.partition("{layer}")[0] for w in self.weights if "{layer}" in w.template)
 
     def has_qk_norm(self, config: Any) -> bool:
         return self.qk_norm != "no" and (not self.qk_norm_if or bool(getattr(config, self.qk_norm_if, False)))
@@ -282,6 +290,15 @@ _MIXTRAL = (
         ~mlp.experts.down_proj                          E D I
     """)
 )  # fmt: skip
+_MIXTRAL_IN_MEMORY = {
+    "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
+    "mlp.experts.gate_up_proj": tuple(f"block_sparse_moe.experts.{{expert}}.{w}.weight" for w in ("w1", "w3")),
+    "mlp.experts.down_proj": ("block_sparse_moe.experts.{expert}.w2.weight",),
+}
+_QWEN3_MOE_IN_MEMORY = {
+    "mlp.experts.gate_up_proj": tuple(f"mlp.experts.{{expert}}.{w}_proj.weight" for w in ("gate", "up")),
+    "mlp.experts.down_proj": ("mlp.experts.{expert}.down_proj.weight",),
+}
 _QWEN3_MOE = (
     _EMBEDDING + _QKV + _O + _HEAD_NORM + _PRE_NORM + _POST_NORM
     + _when("attention_bias", _QKV_BIAS + _O_BIAS)
@@ -411,10 +428,10 @@ _GPT2_SPELLING = {
 _ROWS = (
     Family("llama", _LLAMA),
     Family("mistral", _PLAIN),
-    Family("mixtral", _MIXTRAL),
+    Family("mixtral", _MIXTRAL, in_memory=_MIXTRAL_IN_MEMORY),
     Family("qwen2", _PLAIN + _QKV_BIAS),
     Family("qwen3", _BIASED + _HEAD_NORM, qk_norm="head"),
-    Family("qwen3_moe", _QWEN3_MOE, qk_norm="head"),
+    Family("qwen3_moe", _QWEN3_MOE, qk_norm="head", in_memory=_QWEN3_MOE_IN_MEMORY),
     Family("gemma", _BIASED, norm="rms+1"),
     Family("gemma2", _GEMMA2, norm="rms+1"),
     Family("gemma3_text", _GEMMA2 + _HEAD_NORM, norm="rms+1", qk_norm="head"),

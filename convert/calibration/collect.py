@@ -1,0 +1,172 @@
+"""One pass of text through a model that yields its statistics, for models that fit in memory and those that do not.
+
+1. Forward through all layers but the last ones, a segment of layers at a time, keeping what enters each segment.
+2. Last segment: forward with its graph, token-summed cross entropy, backward to what entered the segment.
+3. Every earlier segment, from the end: forward again from what entered it, backward from the gradient at its output.
+Weights are frozen, so a backward pass costs about what a forward pass does. With one segment (the whole model) this
+is one plain forward and backward pass; with one layer a segment, one layer's weights are in memory, and every
+segment but the last is run forward twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ...common.scoring import logit_chunks, token_nll
+from ..projections import Projection
+from .hidden import LIMIT, HiddenStates
+from .layers import LayeredModel
+from .statistics import LayerStatistics, Moment, MomentOfInputs
+
+Emit = Callable[[int, LayerStatistics], None]
+
+
+class _Taps:
+    """The sums of one layer, fed by hooks on its key and value projections."""
+
+    def __init__(self, layer: nn.Module, places: dict[str, Projection], device: str, fisher: bool):
+        self.layer, self.places, self.device, self.fisher = layer, places, device, fisher
+        self.inputs: MomentOfInputs | None = None
+        self.gradients: dict[str, Moment] = {}
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        handles = [
+            self.layer.get_submodule(module).register_forward_hook(self._hook)
+            for module in {place.module: None for place in (self.places["K"], self.places["V"])}
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        here = [term for term in ("K", "V") if self.layer.get_submodule(self.places[term].module) is module]
+        if "K" in here:
+            if self.inputs is None:
+                self.inputs = MomentOfInputs(args[0].shape[-1], self.device)
+            self.inputs.add(args[0])
+        if not self.fisher:
+            return output
+        leaf = output
+        if not output.requires_grad:  # nothing before it does, as weights are frozen
+            leaf = output.requires_grad_()
+            output = leaf.clone()  # some models go on in place, which a leaf forbids
+        leaf.register_hook(lambda gradient: self._gradient(here, gradient))
+        return output
+
+    def _gradient(self, terms: Sequence[str], gradient: Tensor) -> None:
+        for term in terms:
+            place = self.places[term]
+            size = place.stop - place.start
+            moment = self.gradients.setdefault(term, Moment(size, self.device))
+            moment.add(gradient[..., place.start : place.stop] if size < gradient.shape[-1] else gradient)
+
+    def result(self, reduce: Callable[[Tensor], Tensor]) -> LayerStatistics:
+        assert self.inputs is not None
+        inputs = reduce(self.inputs.whole())
+        tokens = inputs[-1, -1]
+        key, value = (
+            reduce(self.gradients[term].sum) / tokens if term in self.gradients else None for term in ("K", "V")
+        )
+        return LayerStatistics(inputs / tokens, key, value)
+
+
+def collect(
+    model: LayeredModel,
+    batches: Sequence[Tensor],
+    places: dict[str, Projection],
+    *,
+    emit: Emit,
+    fisher: bool = True,
+    segment: int | None = None,
+    reduce: Callable[[Tensor], Tensor] = lambda total: total,
+    advance: Callable[[], None] = lambda: None,
+) -> None:
+    """Run the batches through the model and emit every layer's statistics, the last layers' first.
+
+    Args:
+        batches: token ids, each [B, T].
+        places: the key and value projections, see `projections.projections`.
+        emit: takes a layer's number and its statistics, on the model's device.
+        fisher: whether gradients are wanted.
+        segment: layers held at a time; all of them if None.
+        reduce: sums a tensor over all processes that run a part of the batches.
+        advance: called after every batch of every segment.
+    """
+    count = len(model.layers)
+    size = segment or count
+    segments = [range(start, min(start + size, count)) for start in range(0, count, size)]
+    # What enters every segment but the first, which the embedding gives cheaply.
+    shapes, limit = [tuple(ids.shape) for ids in batches], LIMIT // len(segments)
+    entering = [HiddenStates(shapes, model.config.hidden_size, model.dtype, limit) for _ in segments[1:]]
+
+    def enter(index: int, batch: int) -> Tensor:
+        return model.embed(batches[batch]) if index == 0 else entering[index - 1][batch].to(model.device)
+
+    def forward(numbers: range, state: Tensor) -> Tensor:
+        for number in numbers:
+            state = model.call(number, state)
+        return state
+
+    def run(index: int, step: Callable[[int], None], listen: bool) -> None:
+        numbers = segments[index]
+        with ExitStack() as stack:
+            layers = stack.enter_context(model.loaded(numbers))
+            taps = [_Taps(layer, places, model.device, fisher) for layer in layers] if listen else []
+            for tap in taps:
+                stack.enter_context(tap.listening())
+            for batch in range(len(batches)):
+                step(batch)
+                advance()
+        for number, tap in zip(numbers, taps, strict=False):
+            emit(number, tap.result(reduce))
+
+    def forward_only(index: int, batch: int) -> None:
+        with torch.no_grad():
+            state = forward(segments[index], enter(index, batch))
+        if index < len(entering):
+            entering[index][batch] = state
+
+    def first_backward(batch: int) -> None:
+        start = enter(len(segments) - 1, batch).detach().requires_grad_(len(segments) > 1)
+        _backward_loss(model, forward(segments[-1], start), batches[batch].to(model.device))
+        keep_gradient(len(segments) - 1, batch, start)
+
+    def backward(index: int, batch: int) -> None:
+        start = enter(index, batch).detach().requires_grad_(index > 0)
+        output = forward(segments[index], start)
+        output.backward(entering[index][batch].to(output))
+        keep_gradient(index, batch, start)
+
+    def keep_gradient(index: int, batch: int, start: Tensor) -> None:
+        if index > 0:  # in the place of the hidden state, which is not needed again
+            assert start.grad is not None
+            entering[index - 1][batch] = start.grad
+
+    for index in range(len(segments) - fisher):
+        run(index, lambda batch, index=index: forward_only(index, batch), listen=not fisher)
+    if fisher:
+        run(len(segments) - 1, first_backward, listen=True)
+        for index in reversed(range(len(segments) - 1)):
+            run(index, lambda batch, index=index: backward(index, batch), listen=True)
+
+
+def _backward_loss(model: LayeredModel, output: Tensor, ids: Tensor) -> None:
+    """Backward from the token-summed cross entropy of ids [B, T], without the logits of a whole batch at once.
+
+    `output` is the last layer's, [B, T, D].
+    """
+    final = model.finish(output)
+    leaf = final.detach()[:, :-1].requires_grad_()  # position t predicts token t + 1
+    for part, logits in logit_chunks(model.model, leaf):
+        token_nll(logits, ids[:, 1:][:, part]).sum().backward()
+    gradient = torch.zeros_like(final)
+    if leaf.grad is not None:  # a window of one token predicts nothing
+        gradient[:, :-1] = leaf.grad
+    final.backward(gradient)
