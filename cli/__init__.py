@@ -23,6 +23,7 @@ from .convert import convert
 from .demo import demo
 from .eval import evaluate
 from .inspect import inspect
+from .verify import verify
 
 # The system's errors that say that a path cannot be, rather than that the machine failed.
 _WRONG_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
@@ -38,7 +39,7 @@ def kvfold() -> None:
     """Fold the key/value cache of pretrained language models."""
 
 
-for command in (inspect, convert, evaluate, demo):
+for command in (inspect, convert, verify, evaluate, demo):
     kvfold.add_command(command)
 
 

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from .errors import EnvironmentFailure, UserError
 
@@ -171,6 +172,56 @@ def _is_checkpoint(folder: Path) -> bool:
         return "model_type" in json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, TypeError, RecursionError):
         return False
+
+
+@contextmanager
+def output_file(out: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
+    """Yield an empty file that becomes `out` when the block ends without an error.
+
+    It is written as a hidden sibling, locked while its writer lives; what a dead writer left is written over.
+
+    Raises:
+        UserError: `out` exists and may not be replaced, is a directory, or is being written by another process.
+        OSError: the disk failed. Nothing half-written is left in either case.
+    """
+    target = real_path(out)
+    staging, _ = siblings(target)
+
+    def check() -> None:
+        if target.is_dir():
+            raise UserError(f"{out} is a directory; name a file")
+        if target.exists() and not overwrite:
+            raise UserError(f"{out} exists; choose another name, or replace it with --overwrite")
+
+    check()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _claim_file(staging, out) as file:
+        try:
+            check()
+            yield file
+            os.fsync(file)
+            if overwrite or not _rename_with(_NOREPLACE, staging, target):
+                staging.replace(target)
+        except BaseException:
+            staging.unlink(missing_ok=True)
+            raise
+
+
+def _claim_file(staging: Path, out: Path) -> BinaryIO:
+    """Create or take over the staging file, empty and locked for as long as it is open."""
+    while True:
+        file = os.fdopen(os.open(staging, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise UserError(f"another kvfold is writing {out}; wait for it, or choose another name") from None
+        # The lock counts only if the name still leads to the file that was locked: its writer may have installed it.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), staging.stat()):
+                file.truncate(0)
+                return file
+        file.close()
 
 
 @contextmanager

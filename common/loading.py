@@ -45,7 +45,7 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto", 
 
     if dtype not in DTYPES:
         raise UserError(f"unknown dtype {dtype!r}{did_you_mean(dtype, DTYPES)}")
-    device = _resolve_device(device)
+    device = resolve_device(device)
     if dtype == "auto":
         dtype = "float32" if torch.device(device).type == "cpu" else "checkpoint"
     source, options = _locate(str(model), revision)
@@ -85,7 +85,7 @@ def load_tokenizer(model: str | Path, *, revision: str | None = None):
         return AutoTokenizer.from_pretrained(source, **options, trust_remote_code=False)
 
 
-def _resolve_device(device: str) -> str:
+def resolve_device(device: str) -> str:
     import torch
 
     if device == "auto":

@@ -5,12 +5,21 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 Progress = Callable[[int, int], None]
 """Called as ``progress(done, total)`` by long work, as often as it likes."""
 
+Stages = Callable[[str], AbstractContextManager[Progress]]
+"""Opens a `Progress` for each stage of work that has several; `show_progress` is one."""
+
 SECONDS_BETWEEN_LINES = 5.0
+
+
+@contextmanager
+def silent(label: str) -> Iterator[Progress]:
+    """Yield a `Progress` that shows nothing."""
+    yield lambda done, total: None
 
 
 @contextmanager

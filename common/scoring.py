@@ -1,4 +1,5 @@
-"""Token losses of a causal language model, without ever holding the logits of a whole batch.
+"""Token losses of a causal language model, and how far two models are apart, without ever holding the logits
+of a whole batch.
 
 Legend: B sequences, T positions, D hidden size, V vocabulary, n positions of one chunk.
 
@@ -13,6 +14,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -100,6 +102,78 @@ def sequence_nll(model, input_ids: Tensor, *, first: int = 1, chunk: int | None 
     return torch.cat(parts, dim=1)
 
 
+class Comparison(NamedTuple):
+    """What two models say about the same tokens, each field [...] with one value a predicted token.
+
+    Attributes:
+        kl: forward Kullback-Leibler divergence KL(source || result), in nats.
+        agrees: whether both give the highest logit to the same token.
+        nll: negative log-likelihood of the token under the result, in nats.
+        source_nll: the same under the source.
+    """
+
+    kl: Tensor
+    agrees: Tensor
+    nll: Tensor
+    source_nll: Tensor
+
+
+def compare_logits(source: Tensor, result: Tensor, targets: Tensor) -> Comparison:
+    """Compare logits [..., V] of two models that predict `targets` [...], in fp32 or fp64.
+
+    Raises:
+        UserError: the vocabularies differ, so that there is no divergence.
+    """
+    if source.shape[-1] != result.shape[-1]:
+        raise UserError(
+            f"the source has logits for {source.shape[-1]} tokens, the result for {result.shape[-1]}; "
+            "models compare over one vocabulary only"
+        )
+    agrees = source.argmax(-1) == result.argmax(-1)
+    source, result = (_log_probabilities(logits) for logits in (source, result))
+    kl = (source.exp() * (source - result)).sum(-1)
+    nll, source_nll = (-x.gather(-1, targets[..., None])[..., 0] for x in (result, source))
+    return Comparison(kl, agrees, nll, source_nll)
+
+
+def _log_probabilities(logits: Tensor) -> Tensor:
+    return logits.log_softmax(-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
+
+
+def comparison_chunks(
+    source, source_hidden: Tensor, result, hidden: Tensor, targets: Tensor, *, chunk: int | None = None
+) -> Iterator[tuple[slice, Comparison]]:
+    """Yield `(positions, comparison [B, n])` over all positions, in order.
+
+    Gradients reach both heads and both hidden states, unless the caller forbids it; going backward from each
+    chunk as it comes keeps the logits of no other.
+
+    Args:
+        source, result: the models.
+        source_hidden, hidden: what `hidden_states` gave for each, [B, T, D]; D may differ.
+        targets: the tokens that these positions predict, [B, T].
+        chunk: positions at a time; by default as many as keep both to `CHUNK_ELEMENTS` logits together.
+
+    Raises:
+        UserError: the vocabularies differ.
+    """
+    if chunk is None:
+        vocabulary = source.config.get_text_config(decoder=True).vocab_size
+        chunk = max(1, CHUNK_ELEMENTS // (2 * hidden.shape[0] * vocabulary))
+    pairs = zip(logit_chunks(source, source_hidden, chunk), logit_chunks(result, hidden, chunk), strict=True)
+    for (positions, source_logits), (_, logits) in pairs:
+        yield positions, compare_logits(source_logits, logits, targets[:, positions])
+
+
+def compare_hidden(
+    source, source_hidden: Tensor, result, hidden: Tensor, targets: Tensor, *, chunk: int | None = None
+) -> Comparison:
+    """The comparison [B, T] over all positions at once; see `comparison_chunks`."""
+    chunks = comparison_chunks(source, source_hidden, result, hidden, targets, chunk=chunk)
+    fields = zip(*(compared for _, compared in chunks), strict=True)
+    return Comparison(*(torch.cat(parts, dim=1) for parts in fields))
+
+
 @contextmanager
 def evaluating(model) -> Iterator[None]:
     """No gradients and no dropout inside; the model's mode is put back afterwards.
@@ -113,6 +187,17 @@ def evaluating(model) -> Iterator[None]:
             yield
     finally:
         model.train(training)
+
+
+def check_ids(model, highest: int) -> None:
+    """Refuse a text whose highest token id the model has no embedding for.
+
+    Raises:
+        UserError: so it is.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    if highest >= rows:
+        raise UserError(f"token id {highest} lies beyond the model's {rows} embeddings; use the model's own tokenizer")
 
 
 def window_nll(
@@ -138,9 +223,7 @@ def window_nll(
         CheckFailed: a loss is not finite.
     """
     ids = torch.as_tensor(ids)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if (highest := max(int(ids.max()), bos_id or 0)) >= rows:
-        raise UserError(f"token id {highest} lies beyond the model's {rows} embeddings; use the model's own tokenizer")
+    check_ids(model, max(int(ids.max()), bos_id or 0))
     sums: list[float] = []
     with evaluating(model):
         for batch in batches(windows, batch_size):

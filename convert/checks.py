@@ -10,6 +10,7 @@ from ..common.errors import UserError, divisors
 from ..common.kvcache import num_attention_heads, num_key_value_heads
 from .families import FAMILIES, Family, Promise
 from .headers import TensorInfo
+from .merge.methods import METHODS, Method
 from .source import Source
 
 
@@ -58,6 +59,28 @@ def check_convertible(source: Source, kv_heads: int) -> None:
         if source.family.only_kv_heads:
             raise UserError(f"{kv_heads} KV heads are not possible: {one_or_all(source.family)}; try {try_}")
         raise UserError(f"{heads} KV heads cannot form {kv_heads} groups; try {try_}")
+
+
+def check_method(source: Source, name: str, method: Method) -> None:
+    """Refuse a method that does not commute with what the model does between projection and RoPE.
+
+    Raises:
+        UserError: names what is in the way, and the methods that remain.
+    """
+    if not method.mixes_channels:
+        return
+    whole = ", ".join(other for other, row in METHODS.items() if not row.mixes_channels)
+    if reason := channel_obstacle(source.family, source.config):
+        raise UserError(f"{name} mixes channels, which {reason} does not allow; use --method {whole}")
+
+
+def channel_obstacle(family: Family, config: Any) -> str | None:
+    """What in a model does not commute with mixing the channels of its heads, or None."""
+    if family.has_qk_norm(config):
+        return f"{family.name}'s QK-norm (a norm between projection and RoPE)"
+    if getattr(config, "clip_qkv", None):
+        return f"clip_qkv = {config.clip_qkv}"
+    return None
 
 
 def account(family: Family, config: Any, stored: Mapping[str, TensorInfo]) -> dict[str, Promise]:

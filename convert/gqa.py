@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..common.errors import UserError
 from ..common.kvcache import cached_tokens, head_dim, num_key_value_heads
-from ..common.progress import Progress
-from .checks import account, check_convertible
+from ..common.parallel import is_main_process
+from ..common.progress import Stages, silent
+from .calibration.knobs import Calibration, RefineKnobs
+from .calibration.reader import tensor_reader
+from .calibration.text import CalibText
+from .checks import account, check_convertible, check_method
 from .directory import Layout, check_paths, lay_out, write_directory
 from .families import FAMILIES, Promise, Sizes
 from .headers import FLOATS, ITEM_BYTES, TensorInfo, main_dtype
-from .merge import Knobs, find_method, holds_kv_heads, merge_stored
+from .merge.apply import members, merge_stored
+from .merge.layers import LayerMerges
+from .merge.methods import find_method
+from .merge.whole_heads import Knobs
 from .source import Source, open_source
 from .stream import Output
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHTS_ONLY = "merged by weights alone, which loses more than any other way; leave --calib none out"
 
 
 @dataclass(frozen=True)
@@ -26,12 +40,17 @@ class ConvertReport:
 
     `kv_elements_per_token_per_layer` and `kv_bytes_per_token` (over all layers, in the checkpoint's dtype)
     are of the result, the `source_` ones of the source. `bytes` counts the weights.
+
+    `stats` is the file of statistics that was used, made of `calib_tokens` tokens; empty where none was. Where the
+    result was refined, `layer_errors_before` and `layer_errors_after` say how far each layer was from the source, see
+    `refine.Refined`.
     """
 
     model: str
     source: str
     family: str
     method: str
+    grouping: str
     num_attention_heads: int
     source_num_key_value_heads: int
     num_key_value_heads: int
@@ -48,6 +67,14 @@ class ConvertReport:
     tensors_dropped: list[str]
     files_left_out: list[str]
     dry_run: bool
+    stats: str = ""
+    calib_tokens: int = 0
+    calib_kinds: dict[str, int] = field(default_factory=dict)
+    refine_windows: int = 0
+    refine_passes: int = 0
+    layer_errors_before: list[float] = field(default_factory=list)
+    layer_errors_after: list[float] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
 
 def convert_gqa(
@@ -55,7 +82,21 @@ def convert_gqa(
     out: str | Path,
     *,
     kv_heads: int,
-    method: str = "mean",
+    method: str = "svd",
+    grouping: str = "contiguous",
+    calib: Sequence[str] = (),
+    calib_windows: int = 64,
+    calib_window: int | None = None,
+    calib_builtin: bool = True,
+    chat: bool = False,
+    fisher: bool = True,
+    offload: bool = False,
+    stats: str | Path | None = None,
+    refine: int = 0,
+    refine_passes: int = 4,
+    device: str = "auto",
+    calib_dtype: str = "auto",
+    calib_batch_size: int = 1,
     seed: int = 0,
     dtype: str | None = None,
     max_shard_size: int | None = None,
@@ -63,7 +104,7 @@ def convert_gqa(
     dry_run: bool = False,
     hash: bool = True,
     revision: str | None = None,
-    progress: Progress | None = None,
+    progress: Stages = silent,
 ) -> ConvertReport:
     """Convert a checkpoint to fewer KV heads by merging the heads of each group.
 
@@ -71,7 +112,13 @@ def convert_gqa(
         src: a checkpoint directory, a GGUF file, or a Hub id.
         out: the directory to create; it appears whole or not at all.
         kv_heads: KV heads of the result; 1 is MQA. Must divide the source's.
-        method: one of `merge.METHODS`.
+        method: one of `merge.methods.METHODS`.
+        grouping: which heads form a group: neighbours (`contiguous`), or those that lose least together (`similar`).
+        calib, calib_windows, calib_window, calib_builtin, chat: the text of calibration and refinement, see
+            `calibration.text.CalibText`. `("none",)` merges by weights alone.
+        fisher, offload, calib_dtype, calib_batch_size, device: see `calibration.calibrate.Calibration`.
+        stats: a file of `calibrate` to use; one in the cache if None, made at the first conversion.
+        refine, refine_passes: windows of text to refine the result on, and passes over them; see `refine.refine`.
         seed: for methods that draw random numbers.
         dtype: of the result's floating-point tensors; the source's own if None.
         max_shard_size: bytes a shard; the source's own sharding if None.
@@ -79,7 +126,7 @@ def convert_gqa(
         dry_run: check and plan everything, write nothing.
         hash: record an xxh3 hash of every file written.
         revision: of a Hub repository.
-        progress: called with bytes done and bytes in all.
+        progress: opens a progress for each stage.
 
     Raises:
         UserError: the source cannot be converted, or `out` may not be written. Nothing was written.
@@ -87,71 +134,146 @@ def convert_gqa(
     """
     check_paths(str(src), str(out), overwrite=overwrite)
     src, out = str(src), Path(out)
-    find_method(method)
+    row = find_method(method)
     if dtype is not None and dtype not in FLOATS.values():
         raise UserError(f"dtype {dtype} cannot be written; choose one of {', '.join(FLOATS.values())}")
     if max_shard_size is not None and max_shard_size < 1:
         raise UserError(f"a shard of {max_shard_size} bytes holds nothing; give a positive size such as 5GB")
-    with open_source(src, revision=revision) as source:
+    text = CalibText(tuple(calib), calib_windows, calib_window, calib_builtin, chat)
+    how = Calibration(text, fisher, offload, calib_batch_size, device, calib_dtype)
+    refining = RefineKnobs(refine, refine_passes) if refine else None
+    if refining and text.weights_only:
+        raise UserError("--calib none leaves --refine no text; leave one of them out")
+    with ExitStack() as stack:
+        source = stack.enter_context(open_source(src, revision=revision))
         check_convertible(source, kv_heads)
-        outputs, dropped = _plan(source, kv_heads, method, seed, dtype)
+        check_method(source, method, row)
+        changes = kv_heads != num_key_value_heads(source.config)
+        if refining and not changes:
+            raise UserError(f"the source has {kv_heads} KV heads already, so --refine has nothing to do; leave it out")
+        promised = account(source.family, source.config, source.checkpoint.tensors)
+        config = edited_config(source, kv_heads, dtype)
+        plan = partial(_plan, source, promised, kv_heads=kv_heads, dtype=dtype)
+        merging = partial(
+            LayerMerges,
+            source,
+            row,
+            tensor_reader(source.checkpoint, promised),
+            kv_heads=kv_heads,
+            grouping=grouping,
+            knobs=Knobs(seed, source.config.initializer_range),
+        )
+        outputs = plan(merging())
         layout = lay_out(source, outputs, max_shard_size)
-        report = _report(source, out, kv_heads, method, layout, dropped, dry_run)
+        report = _report(source, out, kv_heads, method, grouping, layout, promised, dry_run)
+        compares = changes and (row.mixes_channels or grouping == "similar")
+        if compares and text.weights_only:
+            report = replace(report, warnings=[WEIGHTS_ONLY])
         if dry_run:
             return report
-        left_out = write_directory(
-            source,
-            out,
-            layout,
-            config=edited_config(source, kv_heads, dtype),
-            recipe={
-                "command": "convert gqa",
-                "kv_heads": kv_heads,
-                "method": method,
-                "seed": seed,
-                "dtype": dtype,
-                "max_shard_size": max_shard_size,
-            },
-            dropped=dropped,
-            overwrite=overwrite,
-            hashing=hash,
-            progress=progress,
-        )
+        statistics = None
+        if changes and (compares or refining):
+            from .calibration.calibrate import Runner, find_statistics
+
+            runner = Runner(source, how)
+            if compares and not text.weights_only:
+                statistics = find_statistics(runner, Path(stats) if stats else None, progress)
+                about = statistics.about
+                report = replace(report, stats=str(statistics.path), calib_tokens=about.tokens, calib_kinds=about.kinds)
+            outputs = plan(merging(statistics=statistics, device=runner.device))
+            if refining:
+                from .refine import refine_layers
+
+                outputs, refined = stack.enter_context(refine_layers(runner, outputs, config, refining, progress))
+                report = replace(report, **asdict(refined))
+            layout = lay_out(source, outputs, max_shard_size)
+        if not is_main_process():
+            return report
+        recipe = {
+            "command": "convert gqa",
+            "kv_heads": kv_heads,
+            "method": method,
+            "grouping": grouping,
+            "calibration": asdict(statistics.about) if statistics else None,
+            "refine": refine,
+            "refine_passes": refine_passes if refine else None,
+            "seed": seed,
+            "dtype": dtype,
+            "max_shard_size": max_shard_size,
+        }
+        with progress("writing") as advance:
+            left_out = write_directory(
+                source,
+                out,
+                layout,
+                config=config,
+                recipe=recipe,
+                dropped=report.tensors_dropped,
+                overwrite=overwrite,
+                hashing=hash,
+                progress=advance,
+            )
     return replace(report, files_left_out=left_out)
 
 
-def _plan(source: Source, kv_heads: int, method: str, seed: int, dtype: str | None) -> tuple[list[Output], list[str]]:
-    """Every tensor of the result, in the source's order, and the names that have no successor."""
+def _plan(
+    source: Source, promised: dict[str, Promise], merges: LayerMerges, *, kv_heads: int, dtype: str | None
+) -> list[Output]:
+    """Every tensor of the result, in the source's order."""
     stored = source.checkpoint.tensors
-    origins = account(source.family, source.config, stored)
     target = FAMILIES[source.family.becomes or source.family.name]
-    sizes = Sizes(source.config)
-    knobs = Knobs(seed, source.config.initializer_range)
-    merge = find_method(method)
+    sizes, terms = Sizes(source.config), merges.terms
     outputs = {}
     for promise in target.promises(source.config, stored, kv_heads).values():
-        infos = _origins(promise, stored, sizes["G"] // kv_heads)
+        infos = _origins(promise, stored, sizes, merges)
         if promise.weight.rule == "drop" or not infos:
             continue
-        axes = origins[infos[0].name].weight.shape
+        axes = promised[infos[0].name].weight.shape
         transpose = axes != promise.weight.shape
-        make: Callable[..., Any] | None = None
-        if transpose or len(infos) > 1 or (kv_heads != sizes["G"] and holds_kv_heads(axes)):
-            fold = partial(merge, name=promise.name, knobs=knobs)
-            if bad := next((info for info in infos if info.dtype not in FLOATS), None):
-                raise UserError(f"tensor {bad.name} is {bad.dtype}; only {', '.join(FLOATS)} can be computed with")
-            make = partial(merge_stored, shape=axes, sizes=sizes, groups=kv_heads, fold=fold, transpose=transpose)
-        outputs[infos[0].name] = Output(promise.name, _cast(infos[0].dtype, dtype), promise.shape, infos, make)
-    dropped = [name for name, origin in origins.items() if origin.weight.rule == "drop"]
-    return [outputs[name] for name in stored if name in outputs], dropped
+        make: Callable[[list[torch.Tensor]], torch.Tensor] | None = None
+        if len(infos) > 1 or any(term in terms for axis in axes for term in axis):
+            make = partial(
+                _merge,
+                merges=merges,
+                layer=promise.slots["layer"],
+                group=promise.slots.get("kv_head"),
+                name=promise.name,
+                shape=axes,
+                sizes=sizes,
+                transpose=transpose,
+            )
+        elif transpose:
+            make = _transpose
+        if make and (bad := next((info for info in infos if info.dtype not in FLOATS), None)):
+            raise UserError(f"tensor {bad.name} is {bad.dtype}; only {', '.join(FLOATS)} can be computed with")
+        # By the first of the sources, so that each tensor comes once, and in the source's order.
+        outputs[infos[0].name, promise.name] = Output(
+            promise.name, _cast(infos[0].dtype, dtype), promise.shape, infos, make
+        )
+    order = {name: position for position, name in enumerate(stored)}
+    return [outputs[key] for key in sorted(outputs, key=lambda key: order[key[0]])]
 
 
-def _origins(promise: Promise, stored: dict[str, TensorInfo], group: int) -> tuple[TensorInfo, ...]:
-    """The stored tensors behind a promised one: itself, or a group's heads where each is stored apart."""
+def _merge(tensors: list[torch.Tensor], *, merges: LayerMerges, layer: int, **where: Any) -> torch.Tensor:
+    return merge_stored(tensors, merge=merges.merge(layer), **where)
+
+
+def _transpose(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0].mT
+
+
+def _origins(
+    promise: Promise, stored: dict[str, TensorInfo], sizes: Sizes, merges: LayerMerges
+) -> tuple[TensorInfo, ...]:
+    """The stored tensors behind a promised one: itself, or the right heads where each is stored apart."""
     slots = [promise.slots]
     if "kv_head" in promise.slots:
-        first = promise.slots["kv_head"] * group
-        slots = [{**promise.slots, "kv_head": first + i} for i in range(group)]
+        groups = merges.groups(promise.slots["layer"])
+        slots = [{**promise.slots, "kv_head": head} for head in groups[promise.slots["kv_head"]]]
+    elif "head" in promise.slots:
+        groups = members(merges.groups(promise.slots["layer"]), "H", sizes)
+        heads = list(chain.from_iterable(groups))
+        slots = [{**promise.slots, "head": heads[promise.slots["head"]]}]
     names = [promise.template.format(**numbers) for numbers in slots]
     return tuple(stored[name] for name in names if name in stored)
 
@@ -163,7 +285,14 @@ def _cast(stored: str, wanted: str | None) -> str:
 
 
 def _report(
-    source: Source, out: Path, kv_heads: int, method: str, layout: Layout, dropped: list[str], dry_run: bool
+    source: Source,
+    out: Path,
+    kv_heads: int,
+    method: str,
+    grouping: str,
+    layout: Layout,
+    promised: dict[str, Promise],
+    dry_run: bool,
 ) -> ConvertReport:
     outputs = [output for _, shard, _ in layout for output in shard]
     heads, caching = num_key_value_heads(source.config), sum(cached_tokens(source.config, 1))
@@ -175,6 +304,7 @@ def _report(
         source=source.name,
         family=source.family.name,
         method=method,
+        grouping=grouping,
         num_attention_heads=source.config.num_attention_heads,
         source_num_key_value_heads=heads,
         num_key_value_heads=kv_heads,
@@ -188,7 +318,7 @@ def _report(
         bytes=sum(output.nbytes for output in outputs),
         tensors_merged=sum(output.make is not None for output in outputs),
         tensors_copied=sum(output.make is None for output in outputs),
-        tensors_dropped=dropped,
+        tensors_dropped=[name for name, promise in promised.items() if promise.weight.rule == "drop"],
         files_left_out=[],
         dry_run=dry_run,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from ..common.sources import one_line_errors, quiet, source_kind
 from .checkpoint import Checkpoint
 from .config import StoredConfig
 from .families import FAMILIES, Family
+from .sidefiles import hash_files
 
 # What conversion needs of a Hub repository: one kind of weights and everything small.
 _HUB_IGNORE = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.pth", "*.pt", "original/*"]
@@ -47,6 +49,11 @@ class Source:
     @property
     def family(self) -> Family:
         return FAMILIES[self.config.model_type]
+
+    def digest(self) -> str:
+        """A hash of config and weights as they stand in their files."""
+        hashes = hash_files(self.folder, sorted({"config.json", *self.checkpoint.files}), hashing=True)
+        return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()[:32]
 
 
 def fetch(source: str, revision: str | None) -> Path:

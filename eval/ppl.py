@@ -1,8 +1,8 @@
 """Perplexity, with the protocol that makes one comparable to another.
 
-The text's documents are joined by one blank line and tokenised once without special tokens; windows are cut
-and scored as `kvfold.common.windows` says; losses are fp32 log-softmax, summed in fp64 and averaged over
-tokens. Every report carries what these rules leave open, so equal protocols mean comparable figures.
+Text is joined, tokenised and cut as `kvfold.common.protocol` says; losses are fp32 log-softmax, summed in fp64
+and averaged over tokens. Every report carries what these rules leave open, so equal protocols mean comparable
+figures.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.errors import CheckFailed, UserError
+from ..common.errors import CheckFailed
 from ..common.kvcache import fit_context
-from ..common.loading import load_model, load_tokenizer
+from ..common.loading import load_model
 from ..common.progress import Progress
-from ..common.sources import one_line_errors
-from ..common.text import join_documents, read_texts, text_hash
+from ..common.protocol import Protocol, protocol_of, tokenize_texts
 from ..common.windows import split_windows
 
 DEFAULT_WINDOW = 2048
@@ -42,23 +41,6 @@ class Score:
     windows: int
     window: int
     stride: int
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """How a perplexity was measured. Figures compare when this (but dtype and device) and the tokenizer agree."""
-
-    text_hash: str
-    texts: tuple[str, ...]
-    join: str
-    tokens_in_text: int
-    window: int
-    stride: int
-    max_windows: int | None
-    bos: str
-    scored: str
-    dtype: str
-    device: str
 
 
 @dataclass(frozen=True)
@@ -105,51 +87,25 @@ def perplexity(
         CheckFailed: the loss is not finite, or so large that the perplexity is not.
         EnvironmentFailure: see `load_model`.
     """
-    names = (text,) if isinstance(text, str) else tuple(text)
-    joined = join_documents(read_texts(names))
-    tokenizer = load_tokenizer(model, revision=revision)
-    if bos and tokenizer.bos_token_id is None:
-        raise UserError(f"the tokenizer of {model} has no BOS token; leave --bos out")
-    # Not verbose: it would warn that a whole text is longer than a context.
-    with one_line_errors(model):
-        ids = tokenizer(joined, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    tokenized = tokenize_texts(model, text, bos=bos, revision=revision)
     loaded = load_model(model, dtype=dtype, device=device, revision=revision)
     score = score_tokens(
         loaded,
-        ids,
+        tokenized.ids,
         window=window,
         stride=stride,
         max_windows=max_windows,
-        bos_id=tokenizer.bos_token_id if bos else None,
+        bos_id=tokenized.bos_id,
         batch_size=batch_size,
         progress=progress,
     )
-    if bos:
-        bos_rule = f"{tokenizer.bos_token} (id {tokenizer.bos_token_id}) before every window, counted in it"
-        scored_rule = "every token, once"
-    else:
-        bos_rule = "none"
-        overlapping = score.stride < score.window
-        scored_rule = f"every token but the first of {'the text' if overlapping else 'each window'}, once"
     return PerplexityReport(
         model=str(model),
         perplexity=score.perplexity,
         loss=score.loss,
         tokens=score.tokens,
         windows=score.windows,
-        protocol=Protocol(
-            text_hash=text_hash(joined),
-            texts=names,
-            join="one blank line",
-            tokens_in_text=len(ids),
-            window=score.window,
-            stride=score.stride,
-            max_windows=max_windows,
-            bos=bos_rule,
-            scored=scored_rule,
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            device=str(loaded.device),
-        ),
+        protocol=protocol_of(tokenized, loaded, window=score.window, stride=score.stride, max_windows=max_windows),
     )
 
 

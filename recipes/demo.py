@@ -97,7 +97,7 @@ def run_demo(*, out: Path | None = None, progress: Progress | None = None) -> De
             is_source = heads == source.num_key_value_heads
             path, name = (MODEL_DIR, "source") if is_source else (folder / f"kv{heads}", f"kv{heads}")
             if not is_source:
-                convert_gqa(MODEL_DIR, path, kv_heads=heads)
+                convert_gqa(MODEL_DIR, path, kv_heads=heads, method="mean")
             cache = cache_size(path)
             judged = perplexity(path, text=[BUILTIN], max_windows=MAX_WINDOWS, batch_size=8)
             rows.append(

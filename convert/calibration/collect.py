@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from ...common.progress import Progress
 from ...common.scoring import logit_chunks, token_nll
 from ..projections import Projection
 from .hidden import LIMIT, HiddenStates
@@ -86,7 +87,7 @@ def collect(
     fisher: bool = True,
     segment: int | None = None,
     reduce: Callable[[Tensor], Tensor] = lambda total: total,
-    advance: Callable[[], None] = lambda: None,
+    progress: Progress = lambda done, total: None,
 ) -> None:
     """Run the batches through the model and emit every layer's statistics, the last layers' first.
 
@@ -97,7 +98,7 @@ def collect(
         fisher: whether gradients are wanted.
         segment: layers held at a time; all of them if None.
         reduce: sums a tensor over all processes that run a part of the batches.
-        advance: called after every batch of every segment.
+        progress: called with the layers of all batches done, and of all passes.
     """
     count = len(model.layers)
     size = segment or count
@@ -114,7 +115,11 @@ def collect(
             state = model.call(number, state)
         return state
 
+    # Forward through all segments, but the last one's only with its graph, and again through the others.
+    total, done = len(batches) * (count if len(segments) == 1 or not fisher else 2 * count - len(segments[-1])), 0
+
     def run(index: int, step: Callable[[int], None], listen: bool) -> None:
+        nonlocal done
         numbers = segments[index]
         with ExitStack() as stack:
             layers = stack.enter_context(model.loaded(numbers))
@@ -123,7 +128,8 @@ def collect(
                 stack.enter_context(tap.listening())
             for batch in range(len(batches)):
                 step(batch)
-                advance()
+                done += len(numbers)
+                progress(done, total)
         for number, tap in zip(numbers, taps, strict=False):
             emit(number, tap.result(reduce))
 

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from ...common.sources import quiet
 from .reader import Read
 
+
 class _Stub(nn.Module):
     """Stands for a decoder layer: hands its input on, and remembers the rest of the call."""
 
@@ -122,4 +123,3 @@ class LayeredModel:
             return self.base(input_ids=ids, use_cache=False).last_hidden_state
         finally:
             last.output = None
-

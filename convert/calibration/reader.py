@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from ..checkpoint import Checkpoint
 from ..families import Family, Promise
 
-Read = Callable[[str], Tensor]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Read = Callable[[str], "Tensor"]
+
+
+def full_names(promised: Mapping[str, Promise]) -> dict[str, str]:
+    """The names with the base model's prefix, which a checkpoint may lack, and those that it has for them."""
+    return {promise.weight.template.format(**promise.slots): name for name, promise in promised.items()}
+
+
+def tensor_reader(checkpoint: Checkpoint, promised: Mapping[str, Promise]) -> Callable[[str], Tensor | None]:
+    """A function from a tensor's full name to the tensor, or to None where the checkpoint has none of that name."""
+    names = full_names(promised)
+    return lambda name: checkpoint.tensor(checkpoint.tensors[names[name]]) if name in names else None
 
 
 def model_reader(family: Family, promised: Mapping[str, Promise], read: Read, experts: int) -> Read:
@@ -23,7 +36,9 @@ def model_reader(family: Family, promised: Mapping[str, Promise], read: Read, ex
     Returns:
         A function from a parameter's name in memory to its tensor.
     """
-    stored = {promise.weight.template.format(**promise.slots): name for name, promise in promised.items()}
+    import torch
+
+    stored = full_names(promised)
 
     def tensor(name: str) -> Tensor:
         if name in stored:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...common.atomic import output_directory
+from ...common.cache import cache_folder
 from ...common.errors import CheckFailed, EnvironmentFailure
 from ...common.text import BUILTIN
 from ...convert.gguf import dequantise
@@ -45,11 +46,6 @@ print(json.dumps({
     "wrong": sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]])),
 }))
 """
-
-
-def default_cache() -> Path:
-    """Where the lane keeps what it fetched: KVFOLD_CACHE, or kvfold in the user's cache folder."""
-    return Path(os.environ.get("KVFOLD_CACHE") or Path.home() / ".cache/kvfold")
 
 
 def fetch_source(cache: Path) -> Path:
@@ -108,7 +104,7 @@ def run_lane(cache: Path, max_windows: int) -> list[tuple[str, PerplexityReport,
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", type=Path, default=default_cache())
+    parser.add_argument("--cache", type=Path, default=cache_folder())
     parser.add_argument("--max-windows", type=int, default=16)
     options = parser.parse_args(args)
     rows = run_lane(options.cache.resolve(), options.max_windows)

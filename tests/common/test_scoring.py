@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -218,3 +221,91 @@ def test_window_refusals(ids):
         model.lm_head.weight.fill_(torch.inf)
     with pytest.raises(CheckFailed, match="loss of tokens 1:20 is nan"):
         scoring.window_nll(model, text, windows)
+
+
+def make_pair(model_type: str):
+    """Two fp64 models of one family that differ a little everywhere."""
+    source = make_model(model_type).double()
+    result = copy.deepcopy(source)
+    with torch.no_grad():
+        for parameter in result.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return source, result
+
+
+def plain_comparison(source, result, ids):
+    """The fields of a comparison from the logits of the whole batch, by their definitions."""
+    before, after = (model(input_ids=ids).logits[:, :-1] for model in (source, result))
+    p, q = before.softmax(-1), after.softmax(-1)
+    targets = ids[:, 1:, None]
+    kl = (p * (p / q).log()).sum(-1)
+    agrees = before.max(-1).indices == after.max(-1).indices
+    return kl, agrees, -q.gather(-1, targets)[..., 0].log(), -p.gather(-1, targets)[..., 0].log()
+
+
+def compare(source, result, ids, chunk=None):
+    hidden = [scoring.hidden_states(model, ids)[:, :-1] for model in (source, result)]
+    return scoring.compare_hidden(source, hidden[0], result, hidden[1], ids[:, 1:], chunk=chunk)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, None])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere", "gpt2"])
+def test_comparison_equals_that_of_full_logits(model_type, chunk, ids):
+    source, result = make_pair(model_type)
+    with torch.no_grad():
+        expected, compared = plain_comparison(source, result, ids), compare(source, result, ids, chunk)
+    assert 0 < expected[1].double().mean() < 1
+    for field, value in zip(compared, expected, strict=True):
+        torch.testing.assert_close(field, value, rtol=1e-9, atol=1e-12)
+
+
+def test_divergence_by_hand():
+    """Forward: the source's probabilities weigh, so a token that the result forgot is what costs."""
+    source, result = (torch.tensor(p, dtype=torch.float64).log()[None] for p in ([0.5, 0.5], [0.9, 0.1]))
+    compared = scoring.compare_logits(source, result, torch.tensor([1]))
+    assert compared.kl.item() == pytest.approx(0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1))
+    assert compared.nll.item() == pytest.approx(-math.log(0.1))
+    assert compared.source_nll.item() == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_comparison_precision(dtype):
+    source, result = torch.randn(2, 2, 3, 50).mul(10).to(dtype)
+    targets = torch.randint(50, (2, 3))
+    compared = scoring.compare_logits(source, result, targets)
+    exact = scoring.compare_logits(source.double(), result.double(), targets)
+    assert compared.kl.dtype == compared.nll.dtype == torch.float32
+    for field, value in zip(compared, exact, strict=True):
+        torch.testing.assert_close(field, value.to(field.dtype), rtol=1e-5, atol=1e-5)
+
+
+def test_both_heads_together_keep_to_the_chunk(ids, monkeypatch):
+    source, result = make_pair("llama")
+    seen = []
+    for model in (source, result):
+        model.lm_head.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
+    monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", 2 * 3 * VOCABULARY * 10)
+    with torch.no_grad():
+        compare(source, result, ids)
+    assert seen == [(3, 10, VOCABULARY)] * 2 + [(3, 9, VOCABULARY)] * 2
+
+
+def test_distillation_can_go_backward_chunk_by_chunk(ids):
+    source, result = make_pair("gemma2")
+    source.requires_grad_(False)
+    plain_comparison(source, result, ids)[0].sum().backward()
+    expected = {name: p.grad.clone() for name, p in result.named_parameters()}
+    result.zero_grad()
+    hidden = scoring.hidden_states(result, ids)[:, :-1]
+    leaf = hidden.detach().requires_grad_()
+    source_hidden = scoring.hidden_states(source, ids)[:, :-1]
+    for _, part in scoring.comparison_chunks(source, source_hidden, result, leaf, ids[:, 1:], chunk=5):
+        part.kl.sum().backward()
+    hidden.backward(leaf.grad)
+    for name, parameter in result.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-6, atol=1e-10)
+
+
+def test_vocabularies_that_differ_are_refused():
+    with pytest.raises(UserError, match="source has logits for 97 tokens, the result for 128"):
+        scoring.compare_logits(torch.zeros(2, 97), torch.zeros(2, 128), torch.zeros(2, dtype=torch.long))

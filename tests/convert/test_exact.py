@@ -50,7 +50,7 @@ def test_table_names_what_transformers_saves(case, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_same_head_count_keeps_every_byte(case, tmp_path):
     make_model(make_config(case, 2)).to(torch.bfloat16).save_pretrained(tmp_path / "src")
-    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
+    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2, method="mean")
     before, after = Checkpoint.open(tmp_path / "src"), Checkpoint.open(tmp_path / "out")
     assert before.tensors.keys() == after.tensors.keys()
     for name in before.tensors:
@@ -76,7 +76,7 @@ def test_equal_heads_merge_exactly(case, few, tmp_path):
     wide = repeat_heads(narrow, make_config(case, HEADS))
     torch.testing.assert_close(logits(wide), logits(narrow), **EXACT)  # the test's own helper is right
     wide.save_pretrained(tmp_path / "src", max_shard_size="40KB")
-    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=few)
+    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=few, method="mean")
     result = load(tmp_path / "out")
     assert result.config.num_key_value_heads == few
     torch.testing.assert_close(logits(result), logits(wide), **EXACT)
@@ -112,7 +112,7 @@ def test_heads_equal_when_interleaved_do_not_merge_exactly(case, tmp_path):
     narrow = make_model(make_config(case, 2), seed=1)
     wide = repeat_heads(narrow, make_config(case, HEADS), interleaved=True)
     wide.save_pretrained(tmp_path / "src")
-    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
+    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2, method="mean")
     assert (logits(load(tmp_path / "out")) - logits(wide)).abs().max() > 1e-2
 
 
@@ -120,7 +120,7 @@ def test_heads_equal_when_interleaved_do_not_merge_exactly(case, tmp_path):
 def test_mean_pools_weights_and_biases(name, tmp_path):
     source = make_model(make_config("qwen2"))
     source.save_pretrained(tmp_path / "src")
-    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
+    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2, method="mean")
     result = load(tmp_path / "out")
     for projection in ("k_proj", "v_proj"):
         before, after = (
@@ -178,7 +178,7 @@ def test_gpt2_becomes_gpt_bigcode(prefix, tmp_path):
                 heads = tensor[..., 64:].unflatten(-1, (2, HEADS, 16))
                 heads.copy_(heads[..., :1, :].expand_as(heads).clone())
     (source if prefix else source.transformer).save_pretrained(tmp_path / "src")
-    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=1)
+    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=1, method="mean")
     result = load(tmp_path / "out")
     assert type(result).__name__ == "GPTBigCodeForCausalLM"
     assert result.config.multi_query
@@ -192,7 +192,7 @@ def test_gpt2_drops_the_mask_buffers_of_old_checkpoints(tmp_path):
     state = load_file(tmp_path / "src/model.safetensors")
     state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 512, 512)
     save_file(state, tmp_path / "src/model.safetensors")
-    report = convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=1)
+    report = convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=1, method="mean")
     assert report.tensors_dropped == ["transformer.h.0.attn.bias"]
     load(tmp_path / "out")
 
@@ -201,8 +201,8 @@ def test_base_model_checkpoint_without_prefix(tmp_path):
     source = make_model(make_config("llama-tied"))
     source.model.save_pretrained(tmp_path / "src")
     source.save_pretrained(tmp_path / "full")
-    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
-    convert_gqa(tmp_path / "full", tmp_path / "full-out", kv_heads=2)
+    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2, method="mean")
+    convert_gqa(tmp_path / "full", tmp_path / "full-out", kv_heads=2, method="mean")
     torch.testing.assert_close(logits(load(tmp_path / "out")), logits(load(tmp_path / "full-out")), **EXACT)
 
 
@@ -211,7 +211,7 @@ def test_experts_saved_fused(case, tmp_path):
     source = make_model(make_config(case))
     source.save_pretrained(tmp_path / "src", save_original_format=False)
     assert any("gate_up_proj" in name for name in Checkpoint.open(tmp_path / "src").tensors)
-    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
+    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2, method="mean")
     source.save_pretrained(tmp_path / "apart")
-    convert_gqa(tmp_path / "apart", tmp_path / "apart-out", kv_heads=2)
+    convert_gqa(tmp_path / "apart", tmp_path / "apart-out", kv_heads=2, method="mean")
     torch.testing.assert_close(logits(load(tmp_path / "out")), logits(load(tmp_path / "apart-out")), **EXACT)

@@ -25,7 +25,7 @@ def test_inspect(tmp_path):
 
 def test_convert(tmp_path):
     tensors = write_gguf(tmp_path / "tiny.gguf")
-    report = convert_gqa(tmp_path / "tiny.gguf", tmp_path / "out", kv_heads=1)
+    report = convert_gqa(tmp_path / "tiny.gguf", tmp_path / "out", kv_heads=1, method="mean")
     assert (report.source_num_key_value_heads, report.num_key_value_heads) == (2, 1)
     checkpoint = Checkpoint.open(tmp_path / "out")
     values = checkpoint.tensor(checkpoint.tensors["model.layers.0.self_attn.v_proj.weight"])

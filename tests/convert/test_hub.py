@@ -43,7 +43,7 @@ def test_inspect_fetches_headers_only(src, tmp_path):
 
 
 def test_convert_downloads_once_and_then_works_offline(src, tmp_path):
-    convert_gqa(src, tmp_path / "local", kv_heads=2)
+    convert_gqa(src, tmp_path / "local", kv_heads=2, method="mean")
     with local_hub(src) as (endpoint, log):
         args = ("convert", "gqa", "tiny/model", "folded", "--kv-heads", 2, "--revision", "main")
         result = kvfold(endpoint, tmp_path, *args)

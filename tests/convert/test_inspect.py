@@ -99,7 +99,7 @@ def test_mha_choices_and_gpt2(inspected):
 
 def test_result_of_a_conversion(tmp_path):
     make_model(make_gpt2()).save_pretrained(tmp_path / "src")
-    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=1)
+    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=1, method="mean")
     report = inspect_model(tmp_path / "out")
     assert (report.family, report.attention_kind, report.num_key_value_heads) == ("gpt_bigcode", "MQA", 1)
     assert "single KV head" in report.conversions[0].reason

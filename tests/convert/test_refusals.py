@@ -255,9 +255,9 @@ def test_source_under_a_name_that_the_work_uses(src, tmp_path):
     for part in ("new", "old"):
         hidden = src.rename(tmp_path / f".out.kvfold-{part}")
         with pytest.raises(UserError, match="inside one another"):
-            convert_gqa(hidden, tmp_path / "out", kv_heads=2)
+            convert_gqa(hidden, tmp_path / "out", kv_heads=2, method="mean")
         src = hidden.rename(tmp_path / "src")
-    convert_gqa(src, tmp_path / "out", kv_heads=2)
+    convert_gqa(src, tmp_path / "out", kv_heads=2, method="mean")
 
 
 @pytest.mark.parametrize("paths", [("", "out"), ("src", "")])
@@ -265,7 +265,7 @@ def test_empty_names(src, tmp_path, paths, monkeypatch):
     """An unset shell variable is not the current directory."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="is empty"):
-        convert_gqa(*paths, kv_heads=2, overwrite=True)
+        convert_gqa(*paths, kv_heads=2, method="mean", overwrite=True)
 
 
 def test_links_that_lead_nowhere(tmp_path):
@@ -283,9 +283,9 @@ def test_dry_run_refuses_what_the_run_would(src, tmp_path):
 def test_out_inside_source_or_around_it(src, tmp_path):
     for out in (src / "gqa", src, tmp_path):
         with pytest.raises(UserError, match=r"inside one another|exists"):
-            convert_gqa(src, out, kv_heads=2)
+            convert_gqa(src, out, kv_heads=2, method="mean")
         with pytest.raises(UserError, match=r"inside one another|not a checkpoint"):
-            convert_gqa(src, out, kv_heads=2, overwrite=True)
+            convert_gqa(src, out, kv_heads=2, method="mean", overwrite=True)
     assert (src / "config.json").exists()
 
 

@@ -53,7 +53,7 @@ def test_untouched_tensors_are_byte_equal_and_sharding_stays(src, tmp_path, hash
     monkeypatch.setattr(
         Checkpoint, "tensor", lambda self, info, *buffer: decoded.append(info.name) or original(self, info, *buffer)
     )
-    report = convert_gqa(src, tmp_path / "out", kv_heads=2, hash=hash)
+    report = convert_gqa(src, tmp_path / "out", kv_heads=2, method="mean", hash=hash)
     before, after = data(src), data(tmp_path / "out")
     assert before.keys() == after.keys()
     changed = {name for name in before if before[name] != after[name]}
@@ -72,7 +72,7 @@ def test_untouched_tensors_are_byte_equal_and_sharding_stays(src, tmp_path, hash
 
 
 def test_side_files_are_byte_equal_and_stale_ones_named(src, tmp_path):
-    report = convert_gqa(src, tmp_path / "out", kv_heads=2)
+    report = convert_gqa(src, tmp_path / "out", kv_heads=2, method="mean")
     for name in (
         "tokenizer.json",
         "chat_template.jinja",
@@ -90,7 +90,7 @@ def test_side_files_are_byte_equal_and_stale_ones_named(src, tmp_path):
 def test_config_changes_in_one_key(src, tmp_path):
     raw = json.loads((src / "config.json").read_text()) | {"my_own_key": {"kept": True}}
     (src / "config.json").write_text(json.dumps(raw))
-    convert_gqa(src, tmp_path / "out", kv_heads=1)
+    convert_gqa(src, tmp_path / "out", kv_heads=1, method="mean")
     assert json.loads((tmp_path / "out/config.json").read_text()) == raw | {"num_key_value_heads": 1}
 
 
@@ -108,7 +108,7 @@ def test_record_tells_recipe_and_true_hashes(src, tmp_path):
     assert set(record["files"]) == written - {"kvfold.json"}
     for name, entry in record["files"].items():
         assert entry["xxh3_128"] == xxhash.xxh3_128_hexdigest((tmp_path / "a" / name).read_bytes()), name
-    convert_gqa(tmp_path / "a", tmp_path / "b", kv_heads=1, hash=False)
+    convert_gqa(tmp_path / "a", tmp_path / "b", kv_heads=1, method="mean", hash=False)
     second = json.loads((tmp_path / "b/kvfold.json").read_text())
     assert second["source"]["record"] == record  # the history stays
     assert not any(second["files"].values())
@@ -123,9 +123,9 @@ def test_same_input_gives_same_bytes(src, tmp_path):
 
 
 def test_max_shard_size(src, tmp_path):
-    convert_gqa(src, tmp_path / "one", kv_heads=2, max_shard_size=10**9)
+    convert_gqa(src, tmp_path / "one", kv_heads=2, method="mean", max_shard_size=10**9)
     assert Checkpoint.open(tmp_path / "one").shards == ("model.safetensors",)
-    convert_gqa(src, tmp_path / "many", kv_heads=2, max_shard_size=20_000)
+    convert_gqa(src, tmp_path / "many", kv_heads=2, method="mean", max_shard_size=20_000)
     shards = Checkpoint.open(tmp_path / "many").shards
     assert len(shards) > 3
     assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
@@ -134,8 +134,8 @@ def test_max_shard_size(src, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_dtype(src, tmp_path, dtype):
-    convert_gqa(src, tmp_path / "plain", kv_heads=2)
-    convert_gqa(src, tmp_path / "cast", kv_heads=2, dtype=dtype)
+    convert_gqa(src, tmp_path / "plain", kv_heads=2, method="mean")
+    convert_gqa(src, tmp_path / "cast", kv_heads=2, method="mean", dtype=dtype)
     plain, cast = Checkpoint.open(tmp_path / "plain"), Checkpoint.open(tmp_path / "cast")
     for name, info in cast.tensors.items():
         tensor = cast.tensor(info)
@@ -152,7 +152,7 @@ def test_dtype_that_overflows_is_refused(src, tmp_path):
     state[name][0] = 1e6
     save_file(state, shard, metadata={"format": "pt"})
     with pytest.raises(UserError, match=f"{name} overflows float16"):
-        convert_gqa(src, tmp_path / "out", kv_heads=2, dtype="float16")
+        convert_gqa(src, tmp_path / "out", kv_heads=2, method="mean", dtype="float16")
     assert not (tmp_path / "out").exists()
 
 
@@ -160,7 +160,7 @@ def test_integer_tensors_and_mixed_widths_stay_aligned(tmp_path):
     model = make_model(make_config("llama")).to(torch.bfloat16)
     model.model.norm.float()
     model.save_pretrained(tmp_path / "src")
-    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
+    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2, method="mean")
     tensors = Checkpoint.open(tmp_path / "out").tensors
     assert tensors["model.norm.weight"].dtype == "F32"
     assert all(info.start % 8 == 0 for info in tensors.values() if info.dtype == "F32")
@@ -168,10 +168,10 @@ def test_integer_tensors_and_mixed_widths_stay_aligned(tmp_path):
 
 def test_dry_run_checks_and_writes_nothing(src, tmp_path):
     before = sorted(tmp_path.rglob("*"))
-    report = convert_gqa(src, tmp_path / "deep/out", kv_heads=2, dry_run=True)
+    report = convert_gqa(src, tmp_path / "deep/out", kv_heads=2, method="mean", dry_run=True)
     assert report.dry_run
     assert sorted(tmp_path.rglob("*")) == before
-    real = convert_gqa(src, tmp_path / "deep/out", kv_heads=2)
+    real = convert_gqa(src, tmp_path / "deep/out", kv_heads=2, method="mean")
     assert (real.bytes, real.tensors_merged, real.shards) == (
         report.bytes,
         report.tensors_merged,
@@ -180,7 +180,7 @@ def test_dry_run_checks_and_writes_nothing(src, tmp_path):
 
 
 def test_report_figures(src, tmp_path):
-    report = convert_gqa(src, tmp_path / "out", kv_heads=1)
+    report = convert_gqa(src, tmp_path / "out", kv_heads=1, method="mean")
     assert (report.source_kv_elements_per_token_per_layer, report.kv_elements_per_token_per_layer) == (
         128,
         32,
@@ -205,8 +205,8 @@ def test_bin_sources(model, tmp_path, sharded):
     else:
         torch.save(state, tmp_path / "src/pytorch_model.bin", _use_new_zipfile_serialization=False)
     model.save_pretrained(tmp_path / "same")
-    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
-    convert_gqa(tmp_path / "same", tmp_path / "same-out", kv_heads=2)
+    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2, method="mean")
+    convert_gqa(tmp_path / "same", tmp_path / "same-out", kv_heads=2, method="mean")
     assert data(tmp_path / "out") == data(tmp_path / "same-out")
     assert not list((tmp_path / "out").glob("*.bin*"))
     assert len(list((tmp_path / "out").glob("model*.safetensors"))) == 1 + sharded
@@ -218,7 +218,7 @@ def test_bin_written_anew_is_read_anew(model, tmp_path):
     for name, factor in (("one", 1), ("two", 2)):
         torch.save({k: v * factor for k, v in model.state_dict().items()}, tmp_path / "src/new.bin")
         (tmp_path / "src/new.bin").replace(tmp_path / "src/pytorch_model.bin")
-        convert_gqa(tmp_path / "src", tmp_path / name, kv_heads=2)
+        convert_gqa(tmp_path / "src", tmp_path / name, kv_heads=2, method="mean")
     assert data(tmp_path / "one") != data(tmp_path / "two")
 
 
@@ -231,7 +231,7 @@ def test_odd_bins_are_refused(tmp_path, state):
     make_config("llama").save_pretrained(tmp_path / "src")
     torch.save(state, tmp_path / "src/pytorch_model.bin")
     with pytest.raises(UserError, match=r"pytorch_model\.bin"):
-        convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
+        convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2, method="mean")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x02.", b"PK\x03\x04", b"\x80\x05K\x03.", b"text"])
@@ -239,7 +239,7 @@ def test_damaged_bins_are_refused(tmp_path, content):
     make_config("llama").save_pretrained(tmp_path / "src")
     (tmp_path / "src/pytorch_model.bin").write_bytes(content)
     with pytest.raises(UserError, match=r"pytorch_model\.bin") as caught:
-        convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
+        convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2, method="mean")
     assert "\x1b" not in str(caught.value)
 
 
@@ -251,7 +251,7 @@ def test_one_shard_under_another_name(model, tmp_path, file):
     names = Checkpoint._read(tmp_path / "src", (file,), None, frozenset()).tensors
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, file)}
     (tmp_path / "src/model.safetensors.index.json").write_text(json.dumps(index))
-    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
+    convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2, method="mean")
     assert Checkpoint.open(tmp_path / "out").shards == ("model.safetensors",)
 
 
@@ -265,7 +265,7 @@ def test_shard_that_holds_nothing_but_dropped_tensors(model, tmp_path):
         save_file(part, tmp_path / "src" / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
     (tmp_path / "src/model.safetensors.index.json").write_text(json.dumps(index))
-    report = convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
+    report = convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2, method="mean")
     assert report.tensors_dropped == [dropped]
     assert Checkpoint.open(tmp_path / "out").shards == ("model.safetensors",)
 
@@ -273,19 +273,19 @@ def test_shard_that_holds_nothing_but_dropped_tensors(model, tmp_path):
 def test_every_dtype_key_is_set(src, tmp_path):
     raw = json.loads((src / "config.json").read_text()) | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}
     (src / "config.json").write_text(json.dumps(raw))
-    convert_gqa(src, tmp_path / "out", kv_heads=2, dtype="float32")
+    convert_gqa(src, tmp_path / "out", kv_heads=2, method="mean", dtype="float32")
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["dtype"], config["torch_dtype"]) == ("float32", "float32")
 
 
 def test_config_that_leaves_things_unsaid(src, tmp_path):
     """Then transformers is asked, and the result is the same."""
-    convert_gqa(src, tmp_path / "a", kv_heads=2)
+    convert_gqa(src, tmp_path / "a", kv_heads=2, method="mean")
     raw = json.loads((src / "config.json").read_text())
     for key in ("head_dim", "attention_bias", "mlp_bias", "tie_word_embeddings", "num_key_value_heads"):
         del raw[key]
     (src / "config.json").write_text(json.dumps(raw))
-    convert_gqa(src, tmp_path / "b", kv_heads=2)
+    convert_gqa(src, tmp_path / "b", kv_heads=2, method="mean")
     assert data(tmp_path / "a") == data(tmp_path / "b")
 
 
@@ -297,13 +297,13 @@ def test_bin_with_code_inside_is_refused(tmp_path):
     make_config("llama").save_pretrained(tmp_path / "src")
     torch.save({"x": Evil()}, tmp_path / "src/pytorch_model.bin")
     with pytest.raises(UserError, match=r"pytorch_model\.bin cannot be read as plain weights"):
-        convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2)
+        convert_gqa(tmp_path / "src", tmp_path / "out", kv_heads=2, method="mean")
 
 
 def test_full_disk_is_told_before_the_work(src, tmp_path, monkeypatch):
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 1000}))
     with pytest.raises(EnvironmentFailure, match="1,000 bytes free"):
-        convert_gqa(src, tmp_path / "out", kv_heads=2)
+        convert_gqa(src, tmp_path / "out", kv_heads=2, method="mean")
     assert not (tmp_path / "out").exists()
 
 

@@ -1,0 +1,58 @@
+"""`kvfold verify`."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import Any
+
+import click
+
+from ..common.errors import CheckFailed
+from . import options
+from .output import print_report, print_table
+
+_A_ROW = 10  # layers a row of the table; round, so that a layer's number can be read off
+
+
+@click.command()
+@click.argument("src")
+@click.argument("out")
+@click.option("--text", multiple=True, required=True, help="A file, builtin, or hub:NAME; may be repeated.")
+@click.option("--window", type=options.count, help="Tokens a window.  [512, or the models' context if smaller]")
+@click.option("--max-windows", type=options.count, help="Compare on only the first so many windows.")
+@click.option("--batch-size", type=options.count, default=1, show_default=True, help="Does not change the result.")
+@click.option("--threshold", type=float, default=0.5, show_default=True, help="Relative error of a bad layer.")
+@click.option("--max-ratio", type=float, help="Fail if OUT's perplexity is more than so many times SRC's.")
+@options.run_dtype(auto="float32 on a CPU and SRC's own elsewhere")
+@options.device
+@click.option("--revision", help="Branch, tag or commit of SRC, if it is a Hub id.")
+@options.as_json
+def verify(src: str, out: str, as_json: bool, **knobs: Any) -> None:
+    """Measure how far OUT is from the SRC that it was converted from, and where it begins to be.
+
+    Status 1 if OUT's loss is above ln(vocabulary), where guessing would be, or its perplexity above
+    --max-ratio. Layers and --threshold only say where to look.
+    """
+    from ..common.progress import show_progress
+    from ..convert.verify import verify as measure
+
+    with show_progress("comparing") as progress:
+        report = measure(src, out, progress=progress, **knobs)
+    print_report(report, as_json=as_json, hide=["layer_errors", "reason"])
+    if not as_json:
+        print("\nrelative error of the hidden states after each layer")
+        _print_layers(report.layer_errors)
+    if not report.passed:
+        with suppress(BrokenPipeError):  # whoever read it has seen enough; the status still counts
+            sys.stdout.flush()  # which nobody does on the way out of an error
+        raise CheckFailed(report.reason)
+
+
+def _print_layers(errors: list[float | None]) -> None:
+    columns = [f"+{i}" for i in range(min(_A_ROW, len(errors)))]
+    rows = [
+        {"layer": start, **dict.fromkeys(columns, ""), **dict(zip(columns, errors[start:], strict=False))}
+        for start in range(0, len(errors), _A_ROW)
+    ]
+    print_table(rows, {name: name for name in ("layer", *columns)})

@@ -1,0 +1,12 @@
+"""Where kvfold keeps what it can make again: fetched sources, statistics."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """KVFOLD_CACHE, or kvfold in the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("KVFOLD_CACHE") or Path(base) / "kvfold")

@@ -1,0 +1,172 @@
+"""Statistics in a file: one safetensors file, written a layer at a time and read a layer at a time.
+
+Kept in fp32: they are estimates from some ten thousand tokens, whose sums were made in fp64. The metadata says what
+they were made of; its `key` is a hash of all that decides them, so that nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from ...common.atomic import check_room, output_file
+from ...common.errors import UserError
+from ..checkpoint import is_finite
+from ..headers import ITEM_BYTES, pack_header, read_header
+from .statistics import LayerStatistics
+
+FORMAT_VERSION = 1
+_METADATA = "kvfold"
+
+
+@dataclass(frozen=True)
+class About:
+    """What statistics were made of.
+
+    Attributes:
+        source: hash of the checkpoint's config and weights.
+        text: hash of the token ids.
+        tokens, windows: how many the model read.
+        kinds: windows of each kind of text.
+        fisher: whether gradients were taken.
+        dtype: that the model ran in.
+        hidden_size, kv_size, num_hidden_layers: D, G*d and L.
+    """
+
+    source: str
+    text: str
+    tokens: int
+    windows: int
+    kinds: dict[str, int]
+    fisher: bool
+    dtype: str
+    hidden_size: int
+    kv_size: int
+    num_hidden_layers: int
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def key(self) -> str:
+        """The hash of all that decides the statistics."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+
+    def tensors(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, dtype and shape of everything in the file, in its order."""
+        table: list[tuple[str, str, tuple[int, ...]]] = []
+        for layer in range(self.num_hidden_layers):
+            table.append((f"layers.{layer}.inputs", "F32", (self.hidden_size + 1, self.hidden_size + 1)))
+            if self.fisher:
+                shape = (self.kv_size, self.kv_size)
+                table += [(f"layers.{layer}.{name}_fisher", "F32", shape) for name in ("key", "value")]
+        return [*table, ("effective_ranks", "I32", (self.num_hidden_layers,))]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(prod(shape) * ITEM_BYTES[dtype] for _, dtype, shape in self.tensors())
+
+
+class StatisticsWriter:
+    """Writes layers as they come, in any order."""
+
+    def __init__(self, file: BinaryIO, about: About):
+        self.file, self.about = file, about
+        header = pack_header(about.tensors(), {_METADATA: json.dumps(asdict(about))})
+        self.starts, at = {}, len(header)
+        for name, dtype, shape in about.tensors():
+            self.starts[name] = at
+            at += prod(shape) * ITEM_BYTES[dtype]
+        file.write(header)
+        file.truncate(at)
+
+    def __call__(self, layer: int, statistics: LayerStatistics) -> None:
+        for name in ("inputs", "key_fisher", "value_fisher"):
+            if (tensor := getattr(statistics, name)) is not None:
+                if not is_finite(tensor):
+                    raise UserError(
+                        f"layer {layer} has NaN or Inf in its activations or gradients ({name}); calibrate in a wider "
+                        "dtype, or mend the source"
+                    )
+                self._write(f"layers.{layer}.{name}", tensor.float())
+        rank = effective_rank(statistics.inputs)
+        self._write("effective_ranks", torch.tensor([rank], dtype=torch.int32), skip=layer)
+
+    def _write(self, name: str, tensor: Tensor, skip: int = 0) -> None:
+        data = memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        at = self.starts[name] + skip * tensor.dtype.itemsize
+        while data:
+            count = os.pwrite(self.file.fileno(), data, at)
+            at, data = at + count, data[count:]
+
+
+def effective_rank(moment: Tensor, floor: float = 1e-7) -> int:
+    """How many directions of a second moment [n, n] are larger than `floor` times the largest."""
+    values = torch.linalg.eigvalsh(moment)
+    return int((values > floor * values[-1]).sum())
+
+
+@contextmanager
+def statistics_file(path: Path, about: About, *, overwrite: bool = False) -> Iterator[StatisticsWriter]:
+    """Yield a writer of a file that appears at `path` when the block ends without an error.
+
+    Raises:
+        UserError: the file exists, or another process is writing it.
+        EnvironmentFailure: no room on the disk.
+    """
+    check_room(path, about.nbytes)
+    with output_file(path, overwrite=overwrite) as file:
+        yield StatisticsWriter(file, about)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The statistics of a checkpoint, in a file."""
+
+    path: Path
+    about: About
+
+    @classmethod
+    def open(cls, path: Path) -> Statistics:
+        """Open a file that `kvfold calibrate` wrote.
+
+        Raises:
+            UserError: it is none.
+        """
+        if not path.is_file():
+            raise UserError(f"statistics {path} do not exist; make them with kvfold calibrate")
+        try:
+            tensors, metadata = read_header(path)
+            said = json.loads(metadata[_METADATA])
+            about = About(**{field.name: said[field.name] for field in fields(About)})
+            whole = [(info.name, info.dtype, info.shape) for info in tensors] == about.tensors()
+        except (UserError, KeyError, TypeError, ValueError, struct.error):
+            raise UserError(f"{path} holds no statistics of kvfold calibrate; make them again") from None
+        if about.format_version != FORMAT_VERSION or not whole:
+            raise UserError(f"{path} was written by another version of kvfold; calibrate again")
+        return cls(path, about)
+
+    def layer(self, number: int, device: str = "cpu") -> LayerStatistics:
+        """One layer's statistics, in fp64."""
+        names = ("inputs", "key_fisher", "value_fisher") if self.about.fisher else ("inputs",)
+        tensors = {name: self._read(f"layers.{number}.{name}").to(device).double() for name in names}
+        return LayerStatistics(tensors["inputs"], tensors.get("key_fisher"), tensors.get("value_fisher"))
+
+    def effective_ranks(self) -> list[int]:
+        """For every layer, how many directions of its inputs [x; 1] the text has shown."""
+        return self._read("effective_ranks").tolist()
+
+    def _read(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self.path, framework="pt") as file:
+            return file.get_tensor(name)

@@ -1,0 +1,60 @@
+"""Heads turned towards each other, then averaged.
+
+Jin et al. 2025, "Align Attention Heads Before Merging Them: An Effective Way for Converting MHA to GQA"
+(arXiv 2412.20677). The algorithm, for one group of g heads with moments C (Fisher moments are not used):
+
+1. Keys, at each frequency: one rotation of the plane for each head, which is a complex number T_j of length 1. They
+   maximise the mean square of sum_j conj(T_j) k_j, that is T^H C T; values, and the key coordinates that do not turn:
+   an orthogonal map T_j for each head that maximises tr(T^T C T). Both by generalised Procrustes analysis: turn every
+   head to the mean of the turned heads, until that mean grows no more. C T is that step for all heads at once, so
+   their order does not matter. It starts from the top eigenvectors.
+2. The new head is the mean of the turned heads, times the scale that restores their root mean square: averaging
+   shrinks what does not agree. The read-back T_j stays a rotation.
+3. All rotations of a group may be turned together; the one is taken that brings their sum nearest to the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..rotary import Rotary
+from .mixing import GroupMoments, Mixing, complex_blocks, free_block, key_maps, polar, restoring_scale, unit
+
+ROUNDS = 300
+TOLERANCE = 1e-10
+
+
+def aligned(moments: GroupMoments, heads: int, rotary: Rotary) -> Mixing:
+    """Fold `heads` stacked heads into one; see the module's docstring."""
+    factors = (
+        factor[..., 0, 0] for factor in _align(complex_blocks(moments.key, heads, rotary), heads, unit)
+    )  # [F, g]
+    free = _align(free_block(moments.key, heads, rotary), heads, polar)
+    key_in, key_out = (key_maps(*maps, rotary) for maps in zip(factors, free, strict=True))
+    return Mixing(key_in, key_out, *_align(moments.value, heads, polar))
+
+
+def _align(moment: Tensor, heads: int, nearest: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """The maps of each head into the new one and back, [..., g, n, n].
+
+    Args:
+        moment: [..., g*n, g*n]; complex channels are heads of n = 1.
+        nearest: gives the rotation nearest to a map [..., n, n].
+    """
+    n = moment.shape[-1] // heads
+    top = torch.linalg.eigh(moment)[1][..., moment.shape[-1] - n :]  # [..., g*n, n]
+    turns = nearest(top.unflatten(-2, (heads, n)))  # [..., g, n, n]
+    size = moment.new_zeros(moment.shape[:-2]).real
+    for _ in range(ROUNDS):
+        pull = (moment @ turns.flatten(-3, -2)).unflatten(-2, (heads, n))
+        before, size = size, (turns.conj() * pull).sum((-3, -2, -1)).real
+        if (size - before <= TOLERANCE * size).all():
+            break
+        turns = nearest(pull)
+    turns = turns @ nearest(turns.sum(-3, keepdim=True)).mH
+    replaced = moment.diagonal(dim1=-2, dim2=-1).real.sum(-1) / heads
+    scale = restoring_scale(replaced, size / heads**2)[..., None, None, None]
+    return turns.mH * scale / heads, turns
