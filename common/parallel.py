@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from .errors import EnvironmentFailure
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-T = TypeVar("T")
 
 
 def is_main_process() -> bool:
@@ -47,10 +44,6 @@ class Workers:
                 "torchrun --nproc_per_node N"
             )
         self.rank, self.size, self.device = state.process_index, state.num_processes, str(state.device)
-
-    def share(self, items: Sequence[T]) -> Sequence[T]:
-        """This process's part of the items."""
-        return items[self.rank :: self.size]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of a tensor over all processes."""

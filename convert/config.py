@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..common.sources import read_config, read_raw_config
+from ..common.sources import quiet, read_config, read_raw_config
 from .families import FAMILIES
 
 # The attributes that decide which tensors there are and how large they are. Any other one that config.json does
@@ -55,3 +55,11 @@ class StoredConfig:
 
     def get_text_config(self, decoder: bool = True) -> StoredConfig:
         return self
+
+
+def from_raw(raw: dict[str, Any]) -> Any:
+    """The transformers config that a config.json describes."""
+    from transformers import CONFIG_MAPPING
+
+    with quiet():
+        return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)

@@ -97,6 +97,8 @@ class Family:
         tensors: the table; see the module's docstring.
         rope: how RoPE pairs coordinates: `half` (i with i + d/2), `interleaved` (2i with 2i + 1) or `none`.
         rotary: `all` coordinates of a head turn, or a `part` (the config's `partial_rotary_factor`).
+        after_attention: the submodule of a layer that reads the residual stream after attention; a layer that has none
+            of that name runs attention and MLP side by side.
         norm: the block's norm: `rms`, `rms+1` (gain stored minus one) or `layer`.
         qk_norm: norm between projection and RoPE: `no`, `head` (one gain for all heads), `heads` (one gain a
             head) or `all` (one norm over all heads at once).
@@ -114,6 +116,7 @@ class Family:
     tensors: str = field(repr=False)
     rope: str = "half"
     rotary: str = "all"
+    after_attention: str = "post_attention_layernorm"
     norm: str = "rms"
     qk_norm: str = "no"
     qk_norm_if: str = ""
@@ -433,10 +436,16 @@ _ROWS = (
     Family("qwen3", _BIASED + _HEAD_NORM, qk_norm="head"),
     Family("qwen3_moe", _QWEN3_MOE, qk_norm="head", in_memory=_QWEN3_MOE_IN_MEMORY),
     Family("gemma", _BIASED, norm="rms+1"),
-    Family("gemma2", _GEMMA2, norm="rms+1"),
-    Family("gemma3_text", _GEMMA2 + _HEAD_NORM, norm="rms+1", qk_norm="head"),
+    Family("gemma2", _GEMMA2, norm="rms+1", after_attention="pre_feedforward_layernorm"),
+    Family(
+        "gemma3_text",
+        _GEMMA2 + _HEAD_NORM,
+        norm="rms+1",
+        qk_norm="head",
+        after_attention="pre_feedforward_layernorm",
+    ),
     Family("olmo", _OLMO, norm="layer"),
-    Family("olmo2", _OLMO2, qk_norm="all"),
+    Family("olmo2", _OLMO2, qk_norm="all", after_attention="mlp"),
     Family("smollm3", _LLAMA),
     Family("phi", _PHI, rotary="part", norm="layer", qk_norm="head", qk_norm_if="qk_layernorm"),
     Family("phi3", _PHI3, rotary="part"),
@@ -449,6 +458,7 @@ _ROWS = (
         _GPT2,
         spelling=_GPT2_SPELLING,
         rope="none",
+        after_attention="ln_2",
         norm="layer",
         only_kv_heads=(1,),
         becomes="gpt_bigcode",
@@ -463,6 +473,7 @@ _ROWS = (
         _GPT_BIGCODE,
         spelling=_GPT2_SPELLING,
         rope="none",
+        after_attention="ln_2",
         norm="layer",
         only_kv_heads=(1,),
         refuses={

@@ -96,7 +96,7 @@ class _Shard:
                 if out.is_copy:
                     self._copy(file, out.sources[0])
                 else:
-                    self._write(file, _bytes_of(_compute(out, self.checkpoint, buffer)))
+                    self._write(file, _bytes_of(compute(out, self.checkpoint, buffer)))
                 self.advance(out.nbytes)
 
     def _write(self, file: FileIO, data: bytes | memoryview) -> None:
@@ -125,12 +125,12 @@ def _quick_switches() -> Iterator[None]:
         sys.setswitchinterval(interval)
 
 
-def _compute(out: Output, checkpoint: Checkpoint, buffer: memoryview) -> torch.Tensor:
+def compute(out: Output, checkpoint: Checkpoint, buffer: memoryview | None = None) -> torch.Tensor:
     """The tensor to be written; `buffer` holds its sources, which may be the result itself."""
     sources = []
     for info in out.sources:
         sources.append(checkpoint.tensor(info, buffer))
-        buffer = buffer[info.nbytes :]
+        buffer = buffer[info.nbytes :] if buffer is not None else None
     result = out.make(sources) if out.make else sources[0]
     assert tuple(result.shape) == out.shape, (out.name, result.shape, out.shape)
     cast = result.to(torch_dtype(out.dtype)).contiguous()

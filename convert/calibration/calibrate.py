@@ -24,7 +24,7 @@ from ..source import Source, open_source
 from .collect import collect
 from .knobs import Calibration
 from .layers import LayeredModel
-from .reader import model_reader
+from .reader import full_names, model_reader
 from .store import About, Statistics, statistics_file
 from .text import CalibText, Windows, calibration_windows
 
@@ -82,19 +82,26 @@ class Runner:
         text = self.how.text if count is None else replace(self.how.text, windows=count)
         return calibration_windows(load_tokenizer(self.source.folder), text, self.source.config.full)
 
+    def shares(self, windows: Windows) -> list[Windows]:
+        """Every process's part of the windows."""
+        size = self.workers.size
+        return [Windows(windows.ids[rank::size], windows.kinds[rank::size]) for rank in range(size)]
+
     def share(self, windows: Windows) -> Windows:
         """This process's part of the windows."""
-        return Windows(self.workers.share(windows.ids), self.workers.share(windows.kinds))
+        return self.shares(windows)[self.workers.rank]
 
     def read(self, name: str) -> Tensor:
         """A tensor of the source by its name there."""
         return self.source.checkpoint.tensor(self.source.checkpoint.tensors[name])
 
-    def model(self) -> LayeredModel:
+    def model(self, dtype: torch.dtype | None = None) -> LayeredModel:
         """The source, its layers not yet loaded."""
         family = self.source.family
-        read = model_reader(family, self.promised, self.read, self.sizes["E"] if family.in_memory else 0)
-        return LayeredModel(self.source.config.full, family.layers, read, dtype=self.dtype, device=self.device)
+        experts = self.sizes["E"] if family.in_memory else 0
+        read = model_reader(family, full_names(self.promised), self.read, experts)
+        config = self.source.config.full
+        return LayeredModel(config, family.layers, read, dtype=dtype or self.dtype, device=self.device)
 
     def about(self, windows: Windows) -> About:
         return About(

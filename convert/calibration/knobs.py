@@ -42,10 +42,14 @@ class RefineKnobs:
     Attributes:
         windows: of the calibration text.
         passes: over them, in each layer.
+        batch_size: windows a step (of each process).
+        learning_rate: of Adam, at its highest.
     """
 
     windows: int
     passes: int
+    batch_size: int = 2
+    learning_rate: float = 1e-3
 
     def __post_init__(self) -> None:
         for name in ("windows", "passes"):

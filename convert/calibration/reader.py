@@ -25,11 +25,11 @@ def tensor_reader(checkpoint: Checkpoint, promised: Mapping[str, Promise]) -> Ca
     return lambda name: checkpoint.tensor(checkpoint.tensors[names[name]]) if name in names else None
 
 
-def model_reader(family: Family, promised: Mapping[str, Promise], read: Read, experts: int) -> Read:
+def model_reader(family: Family, stored: Mapping[str, str], read: Read, experts: int) -> Read:
     """Translate names: a checkpoint may lack the base model's prefix, and may hold each expert apart.
 
     Args:
-        promised: what the checkpoint holds, as `checks.account` gives it.
+        stored: what the checkpoint holds, see `full_names`.
         read: gives a tensor by its name in the checkpoint.
         experts: how many a layer has, if any.
 
@@ -37,8 +37,6 @@ def model_reader(family: Family, promised: Mapping[str, Promise], read: Read, ex
         A function from a parameter's name in memory to its tensor.
     """
     import torch
-
-    stored = full_names(promised)
 
     def tensor(name: str) -> Tensor:
         if name in stored:

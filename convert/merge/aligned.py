@@ -3,11 +3,11 @@
 Jin et al. 2025, "Align Attention Heads Before Merging Them: An Effective Way for Converting MHA to GQA"
 (arXiv 2412.20677). The algorithm, for one group of g heads with moments C (Fisher moments are not used):
 
-1. Keys, at each frequency: one rotation of the plane for each head, which is a complex number T_j of length 1. They
-   maximise the mean square of sum_j conj(T_j) k_j, that is T^H C T; values, and the key coordinates that do not turn:
-   an orthogonal map T_j for each head that maximises tr(T^T C T). Both by generalised Procrustes analysis: turn every
-   head to the mean of the turned heads, until that mean grows no more. C T is that step for all heads at once, so
-   their order does not matter. It starts from the top eigenvectors.
+1. Keys, at each frequency: one rotation of the plane for each head, which is a complex number T_j of length 1. Values,
+   and the key coordinates that do not turn: an orthogonal map T_j for each head. They maximise the mean square of
+   sum_j T_j^H x_j, which is sum_jk tr(T_j^H C_jk T_k), by generalised Procrustes analysis: head after head is turned to
+   the sum of the others, until it grows no more. Starting from the top eigenvectors of C, and with the largest head
+   first, the result does not depend on the order of the heads.
 2. The new head is the mean of the turned heads, times the scale that restores their root mean square: averaging
    shrinks what does not agree. The read-back T_j stays a rotation.
 3. All rotations of a group may be turned together; the one is taken that brings their sum nearest to the identity.
@@ -45,16 +45,23 @@ def _align(moment: Tensor, heads: int, nearest: Callable[[Tensor], Tensor]) -> t
         nearest: gives the rotation nearest to a map [..., n, n].
     """
     n = moment.shape[-1] // heads
+    sizes = moment.diagonal(dim1=-2, dim2=-1).real.unflatten(-1, (heads, n)).sum(-1)  # [..., g]
+    others = moment.clone()  # a head has nothing to gain from itself
+    for head in range(heads):
+        others.unflatten(-1, (heads, n)).unflatten(-3, (heads, n))[..., head, :, head, :] = 0  # of [..., g, n, g, n]
     top = torch.linalg.eigh(moment)[1][..., moment.shape[-1] - n :]  # [..., g*n, n]
     turns = nearest(top.unflatten(-2, (heads, n)))  # [..., g, n, n]
-    size = moment.new_zeros(moment.shape[:-2]).real
+    agreement = torch.zeros_like(sizes[..., 0])
     for _ in range(ROUNDS):
-        pull = (moment @ turns.flatten(-3, -2)).unflatten(-2, (heads, n))
-        before, size = size, (turns.conj() * pull).sum((-3, -2, -1)).real
-        if (size - before <= TOLERANCE * size).all():
+        for head in sizes.reshape(-1, heads).sum(0).argsort(descending=True).tolist():
+            pull = others[..., head * n : (head + 1) * n, :] @ turns.flatten(-3, -2)  # [..., n, n]
+            turns[..., head, :, :] = nearest(pull)
+        stacked = turns.flatten(-3, -2)  # [..., g*n, n]
+        before, agreement = agreement, (stacked.conj() * (others @ stacked)).sum((-2, -1)).real
+        if (agreement - before <= TOLERANCE * sizes.sum(-1)).all():
             break
-        turns = nearest(pull)
     turns = turns @ nearest(turns.sum(-3, keepdim=True)).mH
-    replaced = moment.diagonal(dim1=-2, dim2=-1).real.sum(-1) / heads
-    scale = restoring_scale(replaced, size / heads**2)[..., None, None, None]
+    replaced = sizes.sum(-1) / heads
+    size = (sizes.sum(-1) + agreement) / heads**2  # of the mean of the turned heads
+    scale = restoring_scale(replaced, size)[..., None, None, None]
     return turns.mH * scale / heads, turns

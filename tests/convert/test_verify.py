@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -16,8 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvfold.common.errors import UserError
+from kvfold.common.windows import split_windows
 from kvfold.convert.gqa import convert_gqa
-from kvfold.convert.verify import decoder_layers, verify
+from kvfold.convert.verify import decoder_layers, distance, verify
 from kvfold.eval.ppl import perplexity
 
 from .tiny import CASES, HEADS, make_config, make_gpt2, make_model
@@ -249,6 +251,15 @@ def test_window_is_the_smaller_context_by_default(source, check):
     assert check(source, window=None).protocol.window == 512
 
 
+def test_the_models_are_left_as_they_were(source):
+    source, result = copy.deepcopy(source).train(), nudged(source).eval()
+    hooks = [len(module._forward_hooks) for model in (source, result) for module in model.modules()]
+    first, again = (distance(source, result, range(90), split_windows(90, 30)) for _ in range(2))
+    assert first == again
+    assert (source.training, result.training) == (True, False)
+    assert [len(module._forward_hooks) for model in (source, result) for module in model.modules()] == hooks
+
+
 def test_progress_ends_at_the_total(source, check):
     seen = []
     check(source, batch_size=2, progress=lambda *at: seen.append(at))
@@ -286,7 +297,9 @@ def test_numbers_that_bound_nothing_are_refused(options, check, source):
 
 def kvfold(*args):
     """Run the console script; returns status, standard output, and standard error without progress."""
-    done = subprocess.run([sys.executable, "-m", "kvfold.cli", *map(str, args)], capture_output=True, text=True)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as a user's
+    command = [sys.executable, "-m", "kvfold.cli", *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, env=buffered)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("comparing: ")]  # of a slow machine
     return done.returncode, done.stdout, lines
 

@@ -3,7 +3,7 @@
 import json
 import re
 import string
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from transformers import AutoConfig
 from kvfold.common.errors import UserError
 from kvfold.common.loading import load_tokenizer
 from kvfold.common.text import KINDS, builtin_documents, join_documents
+from kvfold.convert.calibration import text as calib_text
 from kvfold.convert.calibration.text import CalibText, calibration_windows
 from kvfold.recipes.tiny import MODEL_DIR
 
@@ -109,6 +110,23 @@ def test_a_long_text_is_used_up_and_nothing_twice(write):
     assert all(part in text for part in "".join(texts).split("\n\n"))
 
 
+def test_a_text_is_cut_between_paragraphs(write):
+    paragraphs = [letters(number, 40) for number in range(100)]
+    _, texts = cut(texts=(write("long", "\n\n".join(paragraphs)),), builtin=False, windows=1000, window=32)
+    found = "".join(texts).split("\n\n")
+    assert found != paragraphs and sorted(found) == sorted(paragraphs)
+
+
+def test_a_table_may_have_no_end(monkeypatch):
+    rows = (f"{number:04d}" for number in count())
+    monkeypatch.setattr(calib_text, "stream_text", lambda name, **_: rows)
+    monkeypatch.setattr(calib_text, "_BLOCK", 4000)
+    _, texts = cut(texts=("endless",), builtin=False, windows=32, window=32)
+    seen = [int(row) for row in re.findall(r"\d{4}", "".join(texts))]
+    assert 800 < max(seen) < 1000 == next(map(int, rows))  # all over the first thousand rows, and no more are read
+    assert sum(later == row + 1 for row, later in pairwise(seen)) > 0.9 * len(seen)  # rows stay together
+
+
 def test_many_documents_in_few_windows():
     sources = builtin_documents(held_out=False, kinds=["code"])
     _, texts = cut(texts=("builtin:code",), windows=64, window=64)
@@ -117,6 +135,7 @@ def test_many_documents_in_few_windows():
         homes = [number for number, source in enumerate(sources) if text in source]
         seen.update(homes if len(homes) == 1 else ())
     assert len(seen) >= 6  # of 8 that take part, as bytes are tokens here
+    assert min(seen) < len(sources) / 3 and max(seen) > len(sources) * 2 / 3
 
 
 def test_only_what_is_needed_is_tokenised():
