@@ -19,6 +19,7 @@ import click
 
 from .. import __version__
 from ..common.errors import EnvironmentFailure, KvfoldError, UserError
+from .calibrate import calibrate
 from .convert import convert
 from .demo import demo
 from .eval import evaluate
@@ -39,7 +40,7 @@ def kvfold() -> None:
     """Fold the key/value cache of pretrained language models."""
 
 
-for command in (inspect, convert, verify, evaluate, demo):
+for command in (inspect, calibrate, convert, verify, evaluate, demo):
     kvfold.add_command(command)
 
 

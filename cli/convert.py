@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import click
 
-from ..common.loading import FLOATS
+from ..common.loading import DTYPES, FLOATS
 from . import options
 from .output import print_report
 
@@ -20,7 +22,15 @@ def convert() -> None:
 @click.argument("src")
 @click.argument("out")
 @click.option("--kv-heads", type=options.count, required=True, help="KV heads of the result; 1 is MQA.")
-@click.option("--method", default="mean", show_default=True, help="How heads merge: mean, first or random.")
+@click.option("--method", default="svd", show_default=True, help="How heads merge: svd, aligned, mean, first, random.")
+@click.option("--grouping", default="contiguous", show_default=True, help="Which heads merge: contiguous, similar.")
+@options.calibration
+@click.option("--calib-batch-size", type=options.count, default=1, show_default=True, help="Windows at a time.")
+@click.option("--calib-dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Calibrate in it.")
+@click.option("--stats", type=click.Path(path_type=Path), help="Statistics of kvfold calibrate.  [made, and cached]")
+@click.option("--refine", type=options.count, default=0, metavar="WINDOWS", help="Refine on so many windows of text.")
+@click.option("--refine-passes", type=options.count, default=4, show_default=True, help="Passes over those windows.")
+@options.device
 @click.option("--seed", type=options.count, default=0, show_default=True, help="For methods that draw random numbers.")
 @click.option("--dtype", type=click.Choice(FLOATS), help="Of the result's weights.  [the source's own]")
 @click.option("--max-shard-size", type=options.Size(), help="Such as 5GB.  [sharded as the source]")
@@ -38,6 +48,7 @@ def gqa(src: str, out: str, as_json: bool, **knobs: Any) -> None:
     from ..common.progress import show_progress
     from ..convert.gqa import convert_gqa
 
-    with show_progress("converting") as progress:
-        report = convert_gqa(src, out, progress=progress, **knobs)
-    print_report(report, as_json=as_json)
+    report = convert_gqa(src, out, progress=show_progress, **knobs)
+    for warning in report.warnings:
+        print(f"kvfold: warning: {warning}", file=sys.stderr)
+    print_report(report, as_json=as_json, hide=["warnings"])

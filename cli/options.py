@@ -51,6 +51,35 @@ revision = click.option("--revision", help="Branch, tag or commit of a Hub id.")
 device = click.option("--device", default="auto", show_default=True, help="Where to run: cpu, cuda, cuda:1, mps.")
 
 
+_CALIBRATION = (
+    click.option(
+        "--calib",
+        multiple=True,
+        metavar="TEXT",
+        help="Calibrate on a file, builtin[:KIND], hub:NAME, or none; may be repeated.  [builtin]",
+    ),
+    click.option("--calib-windows", type=count, default=64, show_default=True, help="Windows of text to calibrate on."),
+    click.option("--calib-window", type=count, help="Tokens a window.  [512, or the model's context if smaller]"),
+    click.option(
+        "--no-calib-builtin",
+        "calib_builtin",
+        flag_value=False,
+        default=True,
+        help="Do not mix the built-in text into the text of --calib.",
+    ),
+    click.option("--chat", is_flag=True, help="Calibrate on the text as the tokenizer's chat template renders it."),
+    click.option("--no-fisher", "fisher", flag_value=False, default=True, help="Forward passes only: half the time."),
+    click.option("--offload", is_flag=True, help="Hold one layer in memory at a time, for models that do not fit."),
+)
+
+
+def calibration(command: Any) -> Any:
+    """The options of every command that calibrates a model."""
+    for option in reversed(_CALIBRATION):
+        command = option(command)
+    return command
+
+
 def run_dtype(auto: str) -> Any:
     """The option --dtype of a command that runs a model; `auto` says what that value means to it."""
     choices = click.Choice(DTYPES)

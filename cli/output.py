@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..common.parallel import is_main_process
+
 
 def to_dict(report: Any) -> dict[str, Any]:
     """A report as plain data; a dataclass's fields are the JSON keys."""
@@ -15,7 +17,9 @@ def to_dict(report: Any) -> dict[str, Any]:
 
 
 def print_report(report: Any, *, as_json: bool, hide: Sequence[str] = ()) -> None:
-    """Print one report; `hide` names fields that the caller shows in another way."""
+    """Print one report, unless another process does; `hide` names fields that the caller shows in another way."""
+    if not is_main_process():
+        return
     data = to_dict(report)
     if as_json:
         json.dump(data, sys.stdout, allow_nan=False)
