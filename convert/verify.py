@@ -194,7 +194,7 @@ def distance(
     text = torch.as_tensor(ids)
     sums: list[list[float]] = []  # a row a batch: the fields of a comparison, then the layers
     done = 0
-    with evaluating(source), evaluating(result), quiet():
+    with evaluating(source), evaluating(result), quiet():  # some classes warn of ids that could be padding
         for batch in batches(windows, batch_size):
             tokens = torch.stack([text[w.start : w.stop] for w in batch]).to(source.device)
             # Summed on the CPU, as not every accelerator has fp64.
@@ -229,10 +229,10 @@ def decoder_layers(model) -> nn.ModuleList:
     """The decoder layers of a causal language model, first to last.
 
     Raises:
-        UserError: its base model holds no list of that many modules.
+        UserError: its decoder holds no list of that many modules.
     """
     count = _text_config(model).num_hidden_layers
-    for module in model.base_model.modules():  # outer before inner, so a layer's own lists come after it
+    for module in model.get_decoder().modules():  # outer before inner, so a layer's own lists come after it
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UserError(f"{type(model).__name__} keeps no list of {count} decoder layers, so layers cannot be compared")

@@ -58,16 +58,6 @@ def test_same_head_count_keeps_every_byte(case, tmp_path):
         assert one == two, name
 
 
-@pytest.fixture
-def olmo2_norm_in_fp64(monkeypatch):
-    """The stock norm over all heads at once runs in fp32, where a mean of repeated numbers rounds."""
-
-    def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-
-    monkeypatch.setattr("transformers.models.olmo2.modeling_olmo2.Olmo2RMSNorm.forward", forward)
-
-
 @pytest.mark.usefixtures("olmo2_norm_in_fp64")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("few", [1, 2])
