@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -53,6 +54,8 @@ def main() -> NoReturn:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
         getattr(sys, name).reconfigure(errors="backslashreplace")
     status = _run()
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()  # a report may stand before the error
     if "torch" in sys.modules:  # taking it down again costs a third of a second, and nobody is left to see it
         sys.stderr.flush()
         os._exit(status)

@@ -16,7 +16,7 @@ from .output import print_report, print_table
 def demo(out: Path | None, as_json: bool) -> None:
     """Take the embedded model through inspect, convert and eval, without a network."""
     from ..common.progress import show_progress
-    from ..recipes.demo import COLUMNS, NEXT_STEPS, run_demo
+    from ..recipes.demo import COLUMNS, NEXT_STEPS, REFINE_WINDOWS, run_demo
 
     with show_progress("demo") as progress:
         report = run_demo(out=out, progress=progress)
@@ -24,4 +24,4 @@ def demo(out: Path | None, as_json: bool) -> None:
     if not as_json:
         print()
         print_table(report.rows(), COLUMNS)
-        print(NEXT_STEPS.format(model=report.model))
+        print(NEXT_STEPS.format(model=report.model, windows=REFINE_WINDOWS))

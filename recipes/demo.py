@@ -14,14 +14,17 @@ from ..common.text import BUILTIN
 from ..convert.gqa import convert_gqa
 from ..convert.inspect import inspect_model
 from ..eval.cache import cache_size
-from ..eval.ppl import Protocol, perplexity
+from ..eval.ppl import PerplexityReport, Protocol, perplexity
 from .tiny import MODEL_DIR
 
 KV_HEADS = (4, 2, 1)
+REFINE_WINDOWS = 32
+# What is done to each number of heads: name, method, windows to refine on.
+WAYS = (("mean", "mean", 0), ("svd", "svd", 0), (f"svd --refine {REFINE_WINDOWS}", "svd", REFINE_WINDOWS))
 MAX_WINDOWS = 40
 
 COLUMNS = {
-    "model": "name",
+    "method": "name",
     "kind": "attention_kind",
     "KV heads": "num_key_value_heads",
     "elements/token/layer": "kv_elements_per_token_per_layer",
@@ -32,11 +35,12 @@ COLUMNS = {
 }
 
 NEXT_STEPS = """
-Averaging heads needs no training and costs quality, the more the fewer are left; uptraining wins it back.
+Nothing here was trained from end to end. Averaging heads destroys more than it has to: svd keeps what the loss minds,
+and refinement repairs each layer on {windows} windows of text.
 Try next:
   kvfold inspect {model}
-  kvfold convert gqa {model} my-gqa --kv-heads 4
-  kvfold eval ppl my-gqa --text builtin
+  kvfold convert gqa {model} my-gqa --kv-heads 4 --refine {windows}
+  kvfold verify {model} my-gqa --text builtin --max-windows 40
 and then the same with a checkpoint of yours in the place of {model}."""
 
 
@@ -47,6 +51,7 @@ class DemoRow:
     model: str
     name: str
     method: str
+    refine_windows: int
     attention_kind: str
     num_key_value_heads: int
     kv_elements_per_token_per_layer: int
@@ -76,47 +81,30 @@ class DemoReport:
 
 
 def run_demo(*, out: Path | None = None, progress: Progress | None = None) -> DemoReport:
-    """Convert the embedded model to 4, 2 and 1 KV heads and judge each result.
+    """Convert the embedded model to 4, 2 and 1 KV heads in several ways and judge each result.
 
     Args:
         out: a directory to create for the converted checkpoints; they are thrown away if None.
-        progress: called with models done and models in all.
+        progress: called with conversions done and conversions in all.
 
     Raises:
         UserError: `out` exists.
     """
+    steps = [(heads, *way) for heads in KV_HEADS for way in WAYS]
     with ExitStack() as stack:
         if out is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfold-demo-")))
         else:
             folder = stack.enter_context(output_directory(out))
-        shown = folder if out is None else out
-        rows: list[DemoRow] = []
         source = inspect_model(MODEL_DIR)
-        for done, heads in enumerate((source.num_key_value_heads, *KV_HEADS)):
-            is_source = heads == source.num_key_value_heads
-            path, name = (MODEL_DIR, "source") if is_source else (folder / f"kv{heads}", f"kv{heads}")
-            if not is_source:
-                convert_gqa(MODEL_DIR, path, kv_heads=heads, method="mean")
-            cache = cache_size(path)
-            judged = perplexity(path, text=[BUILTIN], max_windows=MAX_WINDOWS, batch_size=8)
-            rows.append(
-                DemoRow(
-                    model=str(path if is_source else shown / name),
-                    name=name,
-                    method="" if is_source else "mean",
-                    attention_kind=inspect_model(path).attention_kind,
-                    num_key_value_heads=heads,
-                    kv_elements_per_token_per_layer=cache.kv_elements_per_token_per_layer,
-                    kv_bytes_per_token=cache.kv_bytes_per_token,
-                    context=cache.context,
-                    measured_kv_bytes=cache.measured_kv_bytes,
-                    perplexity=judged.perplexity,
-                    perplexity_ratio=judged.perplexity / (rows[0].perplexity if rows else judged.perplexity),
-                )
-            )
+        rows = [_judge(MODEL_DIR, str(MODEL_DIR), "source", "", 0, None)]
+        for done, (heads, name, method, windows) in enumerate(steps):
+            path = folder / f"kv{heads}-{method}{'-refined' if windows else ''}"
+            convert_gqa(MODEL_DIR, path, kv_heads=heads, method=method, refine=windows)
+            shown = path if out is None else out / path.name
+            rows.append(_judge(path, str(shown), name, method, windows, rows[0][0].perplexity))
             if progress:
-                progress(done + 1, 1 + len(KV_HEADS))
+                progress(done + 1, len(steps))
     return DemoReport(
         model=str(MODEL_DIR),
         family=source.family,
@@ -124,7 +112,31 @@ def run_demo(*, out: Path | None = None, progress: Progress | None = None) -> De
         num_hidden_layers=source.num_hidden_layers,
         num_attention_heads=source.num_attention_heads,
         head_dim=source.head_dim,
-        tokens=judged.tokens,
-        protocol=judged.protocol,
-        results=rows,
+        tokens=rows[0][1].tokens,
+        protocol=rows[0][1].protocol,
+        results=[row for row, _ in rows],
     )
+
+
+def _judge(
+    path: Path, shown: str, name: str, method: str, windows: int, reference: float | None
+) -> tuple[DemoRow, PerplexityReport]:
+    """What is said of one model; `reference` is the source's perplexity."""
+    cache = cache_size(path)
+    judged = perplexity(path, text=[BUILTIN], max_windows=MAX_WINDOWS, batch_size=8)
+    looked = inspect_model(path)
+    row = DemoRow(
+        model=shown,
+        name=name,
+        method=method,
+        refine_windows=windows,
+        attention_kind=looked.attention_kind,
+        num_key_value_heads=looked.num_key_value_heads,
+        kv_elements_per_token_per_layer=cache.kv_elements_per_token_per_layer,
+        kv_bytes_per_token=cache.kv_bytes_per_token,
+        context=cache.context,
+        measured_kv_bytes=cache.measured_kv_bytes,
+        perplexity=judged.perplexity,
+        perplexity_ratio=judged.perplexity / (reference or judged.perplexity),
+    )
+    return row, judged
