@@ -32,8 +32,10 @@ quality: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# A short form of the lane; the whole takes the better part of an hour on two cores, and can be stopped and resumed:
+# python -m kvfold.recipes.real.smollm2
 real: setup
-	$(BIN)/python -m kvfold.recipes.real.smollm2
+	$(BIN)/python -m kvfold.recipes.real.smollm2 --only mean --only svd --calib-windows 16 --max-windows 8
 
 bench: setup
 	$(BIN)/python -m kvfold.recipes.bench.convert

@@ -29,7 +29,7 @@ def convert() -> None:
 @click.option("--calib-dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Calibrate in it.")
 @click.option("--stats", type=click.Path(path_type=Path), help="Statistics of kvfold calibrate.  [made, and cached]")
 @click.option("--refine", type=options.count, default=0, metavar="WINDOWS", help="Refine on so many windows of text.")
-@click.option("--refine-passes", type=options.count, default=4, show_default=True, help="Passes over those windows.")
+@click.option("--refine-passes", type=options.count, default=3, show_default=True, help="Passes over those windows.")
 @options.device
 @click.option("--seed", type=options.count, default=0, show_default=True, help="For methods that draw random numbers.")
 @click.option("--dtype", type=click.Choice(FLOATS), help="Of the result's weights.  [the source's own]")

@@ -18,7 +18,7 @@ from .calibration.knobs import Calibration, RefineKnobs
 from .calibration.reader import tensor_reader
 from .calibration.text import CalibText
 from .checks import account, check_convertible, check_method
-from .directory import Layout, check_paths, lay_out, write_directory
+from .directory import check_paths, lay_out, write_directory
 from .families import FAMILIES, Promise, Sizes
 from .headers import FLOATS, ITEM_BYTES, TensorInfo, main_dtype
 from .merge.apply import members, merge_stored
@@ -93,7 +93,7 @@ def convert_gqa(
     offload: bool = False,
     stats: str | Path | None = None,
     refine: int = 0,
-    refine_passes: int = 4,
+    refine_passes: int = 3,
     device: str = "auto",
     calib_dtype: str = "auto",
     calib_batch_size: int = 1,
@@ -153,7 +153,6 @@ def convert_gqa(
             raise UserError(f"the source has {kv_heads} KV heads already, so --refine has nothing to do; leave it out")
         promised = account(source.family, source.config, source.checkpoint.tensors)
         config = edited_config(source, kv_heads, dtype)
-        plan = partial(_plan, source, promised, kv_heads=kv_heads, dtype=dtype)
         merging = partial(
             LayerMerges,
             source,
@@ -163,19 +162,19 @@ def convert_gqa(
             grouping=grouping,
             knobs=Knobs(seed, source.config.initializer_range),
         )
+        plan = partial(_plan, source, promised, kv_heads=kv_heads, dtype=dtype)
         outputs = plan(merging())
-        layout = lay_out(source, outputs, max_shard_size)
-        report = _report(source, out, kv_heads, method, grouping, layout, promised, dry_run)
+        report = _report(source, out, kv_heads, method, grouping, outputs, promised, max_shard_size, dry_run)
         compares = changes and (row.mixes_channels or grouping == "similar")
         if compares and text.weights_only:
             report = replace(report, warnings=[WEIGHTS_ONLY])
         if dry_run:
             return report
-        statistics = None
-        if changes and (compares or refining):
+        about = None
+        if compares or refining:
             from .calibration.calibrate import Runner, find_statistics
 
-            runner = Runner(source, how)
+            runner, statistics = Runner(source, how), None
             if compares and not text.weights_only:
                 statistics = find_statistics(runner, Path(stats) if stats else None, progress)
                 about = statistics.about
@@ -186,28 +185,25 @@ def convert_gqa(
 
                 outputs, refined = stack.enter_context(refine_layers(runner, outputs, config, refining, progress))
                 report = replace(report, **asdict(refined))
-            layout = lay_out(source, outputs, max_shard_size)
         if not is_main_process():
             return report
-        recipe = {
-            "command": "convert gqa",
-            "kv_heads": kv_heads,
-            "method": method,
-            "grouping": grouping,
-            "calibration": asdict(statistics.about) if statistics else None,
-            "refine": refine,
-            "refine_passes": refine_passes if refine else None,
-            "seed": seed,
-            "dtype": dtype,
-            "max_shard_size": max_shard_size,
-        }
         with progress("writing") as advance:
             left_out = write_directory(
                 source,
                 out,
-                layout,
+                lay_out(source, outputs, max_shard_size),
                 config=config,
-                recipe=recipe,
+                recipe={
+                    "command": "convert gqa",
+                    "kv_heads": kv_heads,
+                    "method": method,
+                    "grouping": grouping,
+                    "calibration": asdict(about) if about else None,
+                    "refine": asdict(refining) if refining else None,
+                    "seed": seed,
+                    "dtype": dtype,
+                    "max_shard_size": max_shard_size,
+                },
                 dropped=report.tensors_dropped,
                 overwrite=overwrite,
                 hashing=hash,
@@ -290,11 +286,11 @@ def _report(
     kv_heads: int,
     method: str,
     grouping: str,
-    layout: Layout,
+    outputs: Sequence[Output],
     promised: dict[str, Promise],
+    max_shard_size: int | None,
     dry_run: bool,
 ) -> ConvertReport:
-    outputs = [output for _, shard, _ in layout for output in shard]
     heads, caching = num_key_value_heads(source.config), sum(cached_tokens(source.config, 1))
     before, after = (2 * n * head_dim(source.config) for n in (heads, kv_heads))
     source_dtype = main_dtype(info for output in outputs for info in output.sources)
@@ -314,7 +310,7 @@ def _report(
         kv_bytes_per_token=after * caching * ITEM_BYTES[dtype],
         kv_ratio=after / before,
         dtype=FLOATS.get(dtype, dtype),
-        shards=len(layout),
+        shards=len(lay_out(source, outputs, max_shard_size)),
         bytes=sum(output.nbytes for output in outputs),
         tensors_merged=sum(output.make is not None for output in outputs),
         tensors_copied=sum(output.make is None for output in outputs),

@@ -36,7 +36,17 @@ class Peak:
 
 
 def commands(source: Path, out: Path) -> dict[str, list[str]]:
-    convert = [sys.executable, "-m", "kvfold.cli", "convert", "gqa", str(source), str(out), f"--kv-heads={KV_HEADS}"]
+    convert = [
+        sys.executable,
+        "-m",
+        "kvfold.cli",
+        "convert",
+        "gqa",
+        str(source),
+        str(out),
+        f"--kv-heads={KV_HEADS}",
+        "--method=mean",
+    ]
     return {
         "cp -r": ["cp", "-r", str(source), str(out)],
         "convert --no-hash": [*convert, "--no-hash"],

