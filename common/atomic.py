@@ -188,19 +188,19 @@ def output_file(out: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
     staging, _ = siblings(target)
 
     def check() -> None:
-        if target.is_dir():
-            raise UserError(f"{out} is a directory; name a file")
+        if target.exists() and not target.is_file():  # a device such as /dev/null could even be replaced
+            raise UserError(f"{out} is a {'directory' if target.is_dir() else 'device'}; name a file")
         if target.exists() and not overwrite:
             raise UserError(f"{out} exists; choose another name, or replace it with --overwrite")
 
     check()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _claim_file(staging, out) as file:
+    with _parents(target), _claim_file(staging, out) as file:
         try:
             check()
             yield file
             os.fsync(file)
             if overwrite or not _rename_with(_NOREPLACE, staging, target):
+                check()  # it may be there by now
                 staging.replace(target)
         except BaseException:
             staging.unlink(missing_ok=True)
@@ -234,28 +234,35 @@ def output_directory(out: Path, *, overwrite: bool | None = None) -> Iterator[Pa
     """
     shown, out = out, real_path(out)
     staging, backup = siblings(out)
-    made = [parent for parent in out.parents if not parent.exists()]
-    lock = None
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+    with _parents(out):
         lock = _claim(staging, shown)
-        if backup.is_dir() and not backup.is_symlink():  # only a run killed in the middle of _install leaves one
-            if out.exists():
-                shutil.rmtree(backup, ignore_errors=True)
-            else:
-                backup.rename(out)
-        check_output(out, overwrite=overwrite)
-        yield staging
-        _install(staging, backup, out)
-    except BaseException:
-        if lock is not None:
+        try:
+            if backup.is_dir() and not backup.is_symlink():  # only a run killed in the middle of _install leaves one
+                if out.exists():
+                    shutil.rmtree(backup, ignore_errors=True)
+                else:
+                    backup.rename(out)
+            check_output(out, overwrite=overwrite)
+            yield staging
+            _install(staging, backup, out)
+        except BaseException:
             with suppress(FileNotFoundError):  # unless it is installed already, or somebody else's by now
                 if os.path.samestat(os.fstat(lock), staging.stat()):
                     shutil.rmtree(staging, ignore_errors=True)
+            raise
+        finally:
+            os.close(lock)
+
+
+@contextmanager
+def _parents(out: Path) -> Iterator[None]:
+    """Create the folders that `out` will be in; those that were missing go again if the block fails."""
+    made = [parent for parent in out.parents if not parent.exists()]
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
         for parent in made:
             with suppress(OSError):
                 parent.rmdir()
         raise
-    finally:
-        if lock is not None:
-            os.close(lock)

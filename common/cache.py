@@ -8,5 +8,6 @@ from pathlib import Path
 
 def cache_folder() -> Path:
     """KVFOLD_CACHE, or kvfold in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("KVFOLD_CACHE") or Path(base) / "kvfold")
+    if own := os.environ.get("KVFOLD_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvfold"

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from .errors import EnvironmentFailure
+from .sources import first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+PATIENCE = timedelta(minutes=5)  # for the slowest process to come; torch itself would wait half an hour
 
 
 def is_main_process() -> bool:
@@ -36,14 +41,25 @@ class Workers:
             return
         import torch
         from accelerate import PartialState
+        from torch.distributed import rendezvous
 
-        state = PartialState(cpu=torch.device(device).type == "cpu")
-        if state.num_processes != promised:
+        on_cpu = torch.device(device).type == "cpu"
+        found, why = 1, ""
+        try:
+            meeting = next(rendezvous("env://", timeout=PATIENCE))  # kept while accelerate meets at the same place
+            state = PartialState(cpu=on_cpu)
+            found = state.num_processes
+            del meeting
+        except (RuntimeError, ValueError) as error:  # those who do not come, and what the launcher did not say
+            why = f" ({first_line(error)})"
+        if found != promised:
             raise EnvironmentFailure(
-                f"{promised} processes were launched and {state.num_processes} found each other; on CPUs launch with "
-                "torchrun --nproc_per_node N"
+                f"{promised} processes were promised and {found} found each other{why}; launch with torchrun "
+                f"--nproc_per_node {promised}, or unset WORLD_SIZE"
             )
-        self.rank, self.size, self.device = state.process_index, state.num_processes, str(state.device)
+        self.rank, self.size = state.process_index, state.num_processes
+        if not on_cpu:
+            self.device = str(state.device)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum of a tensor over all processes."""
@@ -52,6 +68,14 @@ class Workers:
         from accelerate.utils import reduce
 
         return reduce(tensor, "sum")
+
+    def agree(self, answer: bool) -> bool:
+        """What the main process answers."""
+        if self.size == 1:
+            return answer
+        import torch
+
+        return bool(self.sum(torch.tensor(int(answer and self.rank == 0), device=self.device)))
 
     def wait(self) -> None:
         """Wait until all processes are here."""

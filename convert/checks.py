@@ -69,9 +69,15 @@ def check_method(source: Source, name: str, method: Method) -> None:
     """
     if not method.mixes_channels:
         return
-    whole = ", ".join(other for other, row in METHODS.items() if not row.mixes_channels)
     if reason := channel_obstacle(source.family, source.config):
-        raise UserError(f"{name} mixes channels, which {reason} does not allow; use --method {whole}")
+        raise UserError(
+            f"{name} mixes channels, which {reason} does not allow; use --method {', '.join(whole_head_methods())}"
+        )
+
+
+def whole_head_methods() -> list[str]:
+    """The methods that every model allows."""
+    return [name for name, row in METHODS.items() if not row.mixes_channels]
 
 
 def channel_obstacle(family: Family, config: Any) -> str | None:

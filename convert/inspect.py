@@ -20,7 +20,7 @@ from ..common.kvcache import (
 )
 from ..common.sources import one_line_errors, quiet, read_config, source_kind
 from .checkpoint import Checkpoint
-from .checks import account, kv_head_choices, obstacle, one_or_all
+from .checks import account, channel_obstacle, kv_head_choices, obstacle, one_or_all, whole_head_methods
 from .families import FAMILIES
 from .headers import FLOATS, ITEM_BYTES, TensorInfo, main_dtype
 
@@ -234,8 +234,8 @@ def conversions(config: Any, tensors: list[TensorInfo], *, named_as_saved: bool)
     family, heads = FAMILIES[config.model_type], num_key_value_heads(config)
     choices = [n for n in kv_head_choices(config, family) if n < heads]
     note = f"the result is a {family.becomes} model" if family.becomes else ""
-    if family.has_qk_norm(config):
-        note = "by whole heads only: its QK-norm does not commute with mixing channels"
+    if reason := channel_obstacle(family, config):
+        note = f"by --method {', '.join(whole_head_methods())}: {reason} does not allow mixing channels"
     rows = []
     for kind, possible in {"gqa": [n for n in choices if n > 1], "mqa": [n for n in choices if n == 1]}.items():
         if possible:

@@ -1,7 +1,17 @@
-"""One thread a worker (tiny models gain nothing from two), and no network whatever a test does."""
+"""One thread a worker (tiny models gain nothing from two), no network, and no cache of the user's whatever a test does."""
 
 import os
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """What tests of one run put here is keyed by its content, so they may share it."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["KVFOLD_CACHE"] = str(folder)
+    return folder

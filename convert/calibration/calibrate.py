@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,17 +17,18 @@ from ...common.errors import UserError
 from ...common.loading import load_tokenizer, resolve_device
 from ...common.parallel import Workers, is_main_process
 from ...common.progress import Stages, silent
+from ...common.text import BUILTIN, HUB
 from ..checkpoint import torch_dtype
 from ..checks import account, obstacle
 from ..families import Sizes
-from ..headers import main_dtype
+from ..headers import FLOATS, main_dtype
 from ..projections import projections
 from ..source import Source, open_source
 from .collect import collect
 from .knobs import Calibration
 from .layers import LayeredModel
 from .reader import full_names, model_reader
-from .store import About, Statistics, statistics_file
+from .store import About, Statistics, is_statistics, statistics_file
 from .text import CalibText, Windows, calibration_windows
 
 
@@ -72,9 +75,11 @@ class Runner:
         self.sizes = Sizes(source.config)
         self.workers = Workers(resolve_device(how.device))
         self.device = self.workers.device
-        stored = torch_dtype(main_dtype(source.checkpoint.tensors.values()))
-        on_cpu = torch.device(self.device).type == "cpu"
-        named = {"auto": torch.float32 if on_cpu else stored, "checkpoint": stored}
+        if (kind := torch.device(self.device).type) == "mps":
+            raise UserError(f"device {self.device} has no float64, in which statistics are summed; try --device cpu")
+        if (stored := main_dtype(source.checkpoint.tensors.values())) not in FLOATS:
+            raise UserError(f"{source.name} is stored in {stored}; only {', '.join(FLOATS)} can be computed with")
+        named = {"auto": torch.float32 if kind == "cpu" else torch_dtype(stored), "checkpoint": torch_dtype(stored)}
         self.dtype = named[how.dtype] if how.dtype in named else getattr(torch, how.dtype)
 
     def windows(self, count: int | None = None) -> Windows:
@@ -101,6 +106,9 @@ class Runner:
         experts = self.sizes["E"] if family.in_memory else 0
         read = model_reader(family, full_names(self.promised), self.read, experts)
         config = self.source.config.full
+        if any(promise.weight.rule == "untied" for promise in self.promised.values()):
+            config = deepcopy(config)  # a head that is stored counts, whatever the config says; so in transformers
+            config.tie_word_embeddings = False
         return LayeredModel(config, family.layers, read, dtype=dtype or self.dtype, device=self.device)
 
     def about(self, windows: Windows) -> About:
@@ -109,13 +117,21 @@ class Runner:
             text=windows.digest,
             tokens=windows.tokens,
             windows=len(windows),
-            kinds=windows.counts,
+            kinds=_published(windows.counts),
             fisher=self.how.fisher,
             dtype=str(self.dtype).removeprefix("torch."),
             hidden_size=self.sizes["D"],
             kv_size=self.sizes["K"],
             num_hidden_layers=self.sizes["L"],
         )
+
+
+def _published(counts: dict[str, int]) -> dict[str, int]:
+    """Windows of each kind, without the folders in which a user keeps texts."""
+    published: Counter[str] = Counter()
+    for name, count in counts.items():
+        published[name if name.startswith((BUILTIN, HUB)) else Path(name).name] += count
+    return dict(published)
 
 
 def find_statistics(runner: Runner, path: Path | None, progress: Stages) -> Statistics:
@@ -144,18 +160,20 @@ def _collect_to(
     path: Path, runner: Runner, windows: Windows, about: About, *, overwrite: bool, progress: Stages
 ) -> tuple[Statistics, bool]:
     """The statistics in a file that is made unless it is there already, and whether it was."""
+    found = None
     if path.is_file():
         with suppress(UserError):  # it holds something else
             found = Statistics.open(path)
-            if found.about == about:
-                return found, True
+    if runner.workers.agree(found is not None and found.about.key == about.key):
+        return Statistics.open(path), True
     batches = runner.share(windows).batches(runner.how.batch_size)
     places = projections(runner.source.family, runner.sizes)
     with ExitStack() as stack:
         writer = None
         if is_main_process():
             writer = stack.enter_context(statistics_file(path, about, overwrite=overwrite))
-        advance = stack.enter_context(progress("calibrating"))
+        shown = progress if is_main_process() else silent
+        advance = stack.enter_context(shown("calibrating"))
         collect(
             runner.model(),
             batches,
@@ -198,7 +216,7 @@ def calibrate(
         calib_builtin: mix the built-in kinds of text into the user's.
         chat: render the text through the chat template.
         fisher, offload, batch_size, device, dtype: see `Calibration`.
-        overwrite: replace an existing file. One of the same content is used as it is.
+        overwrite: replace an existing file of statistics. One of the same content is used as it is.
         revision: of a Hub repository.
         progress: opens a progress for the stage.
 
@@ -210,11 +228,14 @@ def calibrate(
     how = Calibration(text, fisher, offload, batch_size, device, dtype)
     if text.weights_only:
         raise UserError("--calib none is for convert: there is nothing to calibrate on")
+    out = Path(out)
+    if overwrite and out.is_file() and not is_statistics(out):
+        raise UserError(f"{out} holds no statistics, so --overwrite does not replace it; move it away")
     with open_source(str(src), revision=revision) as source:
         runner = Runner(source, how)
         windows = runner.windows()
         about = runner.about(windows)
-        statistics, reused = _collect_to(Path(out), runner, windows, about, overwrite=overwrite, progress=progress)
+        statistics, reused = _collect_to(out, runner, windows, about, overwrite=overwrite, progress=progress)
     return CalibrateReport(
         model=str(out),
         source=str(src),

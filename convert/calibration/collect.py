@@ -16,29 +16,39 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from ...common.errors import UserError
 from ...common.progress import Progress
 from ...common.scoring import logit_chunks, token_nll
+from ..checkpoint import is_finite
 from ..projections import Projection
 from .hidden import LIMIT, HiddenStates
 from .layers import LayeredModel
-from .statistics import LayerStatistics, Moment, MomentOfInputs
+from .statistics import LayerStatistics, Moment, MomentOfInputs, wide
 
 Emit = Callable[[int, LayerStatistics], None]
 
 
 class _Taps:
-    """The sums of one layer, fed by hooks on its key and value projections."""
+    """The sums of one layer, fed by hooks on its key and value projections.
 
-    def __init__(self, layer: nn.Module, places: dict[str, Projection], device: str, fisher: bool):
-        self.layer, self.places, self.device, self.fisher = layer, places, device, fisher
-        self.inputs: MomentOfInputs | None = None
-        self.gradients: dict[str, Moment] = {}
+    They are there before the first window, as a process may have none.
+    """
+
+    def __init__(self, number: int, layer: nn.Module, places: dict[str, Projection], device: str, fisher: bool):
+        self.number, self.layer, self.fisher = number, layer, fisher
+        self.places = {term: places[term] for term in ("K", "V")}
+        key = places["K"]
+        width = layer.get_parameter(f"{key.module}.weight").shape[1 - key.dim]
+        # Inputs are summed once for each projection that weighs them, or once if none does.
+        self.inputs = {term: MomentOfInputs(width, device) for term in (self.places if fisher else "K")}
+        sizes = {term: place.stop - place.start for term, place in self.places.items() if fisher}
+        self.gradients = {term: Moment(size, device) for term, size in sizes.items()}
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         handles = [
             self.layer.get_submodule(module).register_forward_hook(self._hook)
-            for module in {place.module: None for place in (self.places["K"], self.places["V"])}
+            for module in {place.module: None for place in self.places.values()}
         ]
         try:
             yield
@@ -47,35 +57,33 @@ class _Taps:
                 handle.remove()
 
     def _hook(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        here = [term for term in ("K", "V") if self.layer.get_submodule(self.places[term].module) is module]
-        if "K" in here:
-            if self.inputs is None:
-                self.inputs = MomentOfInputs(args[0].shape[-1], self.device)
-            self.inputs.add(args[0])
+        here = [term for term, place in self.places.items() if self.layer.get_submodule(place.module) is module]
         if not self.fisher:
+            if "K" in here:
+                self.inputs["K"].add(args[0])
             return output
-        leaf = output
+        leaf, inputs = output, args[0].detach()
         if not output.requires_grad:  # nothing before it does, as weights are frozen
             leaf = output.requires_grad_()
             output = leaf.clone()  # some models go on in place, which a leaf forbids
-        leaf.register_hook(lambda gradient: self._gradient(here, gradient))
+        heads = {term: leaf[..., self.places[term].start : self.places[term].stop].detach() for term in here}
+        sizes = {term: wide(part).square().sum(-1) for term, part in heads.items()}  # now: what follows may be in place
+        leaf.register_hook(lambda gradient: self._gradient(inputs, sizes, gradient))
         return output
 
-    def _gradient(self, terms: Sequence[str], gradient: Tensor) -> None:
-        for term in terms:
+    def _gradient(self, inputs: Tensor, sizes: dict[str, Tensor], gradient: Tensor) -> None:
+        for term, size in sizes.items():
             place = self.places[term]
-            size = place.stop - place.start
-            moment = self.gradients.setdefault(term, Moment(size, self.device))
-            moment.add(gradient[..., place.start : place.stop] if size < gradient.shape[-1] else gradient)
+            part = wide(gradient[..., place.start : place.stop])
+            self.gradients[term].add(part, size)
+            self.inputs[term].add(inputs, part.square().sum(-1))
 
     def result(self, reduce: Callable[[Tensor], Tensor]) -> LayerStatistics:
-        assert self.inputs is not None
-        inputs = reduce(self.inputs.whole())
-        tokens = inputs[-1, -1]
-        key, value = (
-            reduce(self.gradients[term].sum) / tokens if term in self.gradients else None for term in ("K", "V")
-        )
-        return LayerStatistics(inputs / tokens, key, value)
+        inputs = torch.stack([moment.mean(reduce) for moment in self.inputs.values()]).mean(0)
+        if not inputs.any():  # the loss minds nothing here, so nothing tells directions apart
+            inputs = torch.eye(len(inputs)).to(inputs)
+        gradients = {term: moment.mean(reduce) for term, moment in self.gradients.items()}
+        return LayerStatistics(inputs, gradients.get("K"), gradients.get("V"))
 
 
 def collect(
@@ -99,6 +107,9 @@ def collect(
         segment: layers held at a time; all of them if None.
         reduce: sums a tensor over all processes that run a part of the batches.
         progress: called with the layers of all batches done, and of all passes.
+
+    Raises:
+        UserError: a layer gives NaN or Inf.
     """
     count = len(model.layers)
     size = segment or count
@@ -113,6 +124,8 @@ def collect(
     def forward(numbers: range, state: Tensor) -> Tensor:
         for number in numbers:
             state = model.call(number, state)
+            if not is_finite(state.detach()):  # now: whole passes may take hours
+                raise UserError(f"layer {number} gives NaN or Inf; calibrate in a wider dtype, or mend the source")
         return state
 
     # Forward through all segments, but the last one's only with its graph, and again through the others.
@@ -123,15 +136,19 @@ def collect(
         numbers = segments[index]
         with ExitStack() as stack:
             layers = stack.enter_context(model.loaded(numbers))
-            taps = [_Taps(layer, places, model.device, fisher) for layer in layers] if listen else []
+            taps = [
+                _Taps(number, layer, places, model.device, fisher)
+                for number, layer in zip(numbers, layers, strict=True)
+                if listen
+            ]
             for tap in taps:
                 stack.enter_context(tap.listening())
             for batch in range(len(batches)):
                 step(batch)
                 done += len(numbers)
                 progress(done, total)
-        for number, tap in zip(numbers, taps, strict=False):
-            emit(number, tap.result(reduce))
+        for tap in taps:
+            emit(tap.number, tap.result(reduce))
 
     def forward_only(index: int, batch: int) -> None:
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from math import prod
@@ -32,16 +33,30 @@ class HiddenStates:
         self.starts = [0]
         for shape in self.shapes:
             self.starts.append(self.starts[-1] + prod(shape))
-        count, self.folder = self.starts[-1], None
-        if count * dtype.itemsize <= limit:
-            self.flat = torch.empty(count, dtype=dtype)
-            return
-        self.folder = tempfile.TemporaryDirectory(prefix="kvfold-hidden-")
-        check_room(Path(self.folder.name), count * dtype.itemsize)
-        self.flat = torch.from_file(f"{self.folder.name}/states", shared=True, size=count, dtype=dtype)
+        count = self.starts[-1]
+        fits = count * dtype.itemsize <= limit
+        self.flat = torch.empty(count, dtype=dtype) if fits else _on_disk(count, dtype)
 
     def __getitem__(self, batch: int) -> Tensor:
         return self.flat[self.starts[batch] : self.starts[batch + 1]].view(self.shapes[batch])
 
     def __setitem__(self, batch: int, state: Tensor) -> None:
         self[batch].copy_(state)
+
+
+def _on_disk(count: int, dtype: torch.dtype) -> Tensor:
+    """A tensor [count] mapped from a file, which lives as long as it.
+
+    The file loses its name at once, so that nothing is left of it however the process ends.
+
+    Raises:
+        EnvironmentFailure: there is no room for it.
+    """
+    nbytes = count * dtype.itemsize
+    with tempfile.TemporaryDirectory(prefix="kvfold-hidden-") as folder:
+        path = Path(folder) / "states"
+        check_room(path.parent, nbytes)
+        with path.open("xb") as file:
+            if hasattr(os, "posix_fallocate"):  # a map of a hole kills the process once the disk is full
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+        return torch.from_file(str(path), shared=True, size=count, dtype=dtype)

@@ -48,8 +48,8 @@ class RefineKnobs:
 
     windows: int
     passes: int
-    batch_size: int = 2
-    learning_rate: float = 1e-3
+    batch_size: int = 1
+    learning_rate: float = 2e-3
 
     def __post_init__(self) -> None:
         for name in ("windows", "passes"):

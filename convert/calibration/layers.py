@@ -102,7 +102,8 @@ class LayeredModel:
         first = self._stubs[0]
         handle = first.register_forward_pre_hook(lambda _, args, kwargs: seen.append(args[0]), with_kwargs=True)
         try:
-            self.base(input_ids=ids, use_cache=False)
+            with quiet():  # some classes warn of ids that could be padding
+                self.base(input_ids=ids, use_cache=False)
         finally:
             handle.remove()
         self._calls[tuple(ids.shape)] = [stub.call for stub in self._stubs]
@@ -116,10 +117,9 @@ class LayeredModel:
 
     def finish(self, hidden: Tensor) -> Tensor:
         """The last hidden state as the head takes it, [B, T, D], from the last layer's output."""
-        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=self.device)
         last = self._stubs[-1]
         last.output = hidden
-        try:
-            return self.base(input_ids=ids, use_cache=False).last_hidden_state
+        try:  # anything of this shape goes in, and no further than the last stub
+            return self.base(inputs_embeds=hidden.detach(), use_cache=False).last_hidden_state
         finally:
             last.output = None

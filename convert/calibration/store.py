@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -58,8 +57,8 @@ class About:
 
     @property
     def key(self) -> str:
-        """The hash of all that decides the statistics."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:32]
+        """The hash of all that decides the statistics, which is not how the texts are called."""
+        return hashlib.sha256(json.dumps(asdict(self) | {"kinds": {}}, sort_keys=True).encode()).hexdigest()[:32]
 
     def tensors(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Name, dtype and shape of everything in the file, in its order."""
@@ -92,12 +91,12 @@ class StatisticsWriter:
     def __call__(self, layer: int, statistics: LayerStatistics) -> None:
         for name in ("inputs", "key_fisher", "value_fisher"):
             if (tensor := getattr(statistics, name)) is not None:
-                if not is_finite(tensor):
+                if not is_finite(kept := tensor.float()):
                     raise UserError(
                         f"layer {layer} has NaN or Inf in its activations or gradients ({name}); calibrate in a wider "
                         "dtype, or mend the source"
                     )
-                self._write(f"layers.{layer}.{name}", tensor.float())
+                self._write(f"layers.{layer}.{name}", kept)
         rank = effective_rank(statistics.inputs)
         self._write("effective_ranks", torch.tensor([rank], dtype=torch.int32), skip=layer)
 
@@ -128,6 +127,14 @@ def statistics_file(path: Path, about: About, *, overwrite: bool = False) -> Ite
         yield StatisticsWriter(file, about)
 
 
+def is_statistics(path: Path) -> bool:
+    """Whether a file is of the kind that `kvfold calibrate` writes, of whatever version."""
+    try:
+        return _METADATA in read_header(path)[1]
+    except UserError:
+        return False
+
+
 @dataclass(frozen=True)
 class Statistics:
     """The statistics of a checkpoint, in a file."""
@@ -142,14 +149,16 @@ class Statistics:
         Raises:
             UserError: it is none.
         """
-        if not path.is_file():
+        if not path.exists():
             raise UserError(f"statistics {path} do not exist; make them with kvfold calibrate")
+        if not path.is_file():
+            raise UserError(f"{path} is no file; name a file that kvfold calibrate wrote")
         try:
             tensors, metadata = read_header(path)
             said = json.loads(metadata[_METADATA])
             about = About(**{field.name: said[field.name] for field in fields(About)})
             whole = [(info.name, info.dtype, info.shape) for info in tensors] == about.tensors()
-        except (UserError, KeyError, TypeError, ValueError, struct.error):
+        except (UserError, KeyError, TypeError, ValueError, RecursionError):
             raise UserError(f"{path} holds no statistics of kvfold calibrate; make them again") from None
         if about.format_version != FORMAT_VERSION or not whole:
             raise UserError(f"{path} was written by another version of kvfold; calibrate again")

@@ -23,8 +23,9 @@ from torch import Tensor
 from ..rotary import Rotary
 from .mixing import GroupMoments, Mixing, complex_blocks, free_block, key_maps, polar, restoring_scale, unit
 
-ROUNDS = 300
-TOLERANCE = 1e-10
+ROUNDS = 200
+# Of what the heads weigh together; the turns themselves are then right to about its square root.
+TOLERANCE = 1e-9
 
 
 def aligned(moments: GroupMoments, heads: int, rotary: Rotary) -> Mixing:
@@ -50,7 +51,8 @@ def _align(moment: Tensor, heads: int, nearest: Callable[[Tensor], Tensor]) -> t
     for head in range(heads):
         others.unflatten(-1, (heads, n)).unflatten(-3, (heads, n))[..., head, :, head, :] = 0  # of [..., g, n, g, n]
     top = torch.linalg.eigh(moment)[1][..., moment.shape[-1] - n :]  # [..., g*n, n]
-    turns = nearest(top.unflatten(-2, (heads, n)))  # [..., g, n, n]
+    # Times the moment, so that directions without any size, which have no eigenvectors of their own, turn nothing.
+    turns = nearest((moment @ top).unflatten(-2, (heads, n)))  # [..., g, n, n]
     agreement = torch.zeros_like(sizes[..., 0])
     for _ in range(ROUNDS):
         for head in sizes.reshape(-1, heads).sum(0).argsort(descending=True).tolist():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,10 +15,8 @@ from torch.nn.functional import one_hot
 
 from ..rotary import Rotary
 from .apply import Groups
-from .mixing import GroupMoments, Mixing, group_moments, loss
-
-Merge = Callable[[GroupMoments, int, Rotary], Mixing]
-"""Folds that many stacked heads into one."""
+from .methods import Mix
+from .mixing import GroupMoments, group_moments, loss
 
 # A swap must gain more than rounding could make of nothing, or two of them might undo each other for ever.
 _LEAST_GAIN = 1e-12
@@ -48,7 +45,7 @@ def similar(pair_loss: Tensor, groups: int) -> Groups:
     return tuple(sorted(tuple((best == group).nonzero().flatten().tolist()) for group in range(groups)))
 
 
-def pair_losses(merge: Merge, layer: GroupMoments, rotary: Rotary) -> Tensor:
+def pair_losses(mix: Mix, layer: GroupMoments, rotary: Rotary) -> Tensor:
     """What every two heads of a layer lose when a method folds them into one: symmetric [G, G], zeros on the diagonal.
 
     Args:
@@ -58,7 +55,7 @@ def pair_losses(merge: Merge, layer: GroupMoments, rotary: Rotary) -> Tensor:
     losses = torch.zeros(heads, heads, dtype=torch.float64)
     for i, j in itertools.combinations(range(heads), 2):
         pair = group_moments(layer, (i, j), rotary.head_dim)
-        losses[i, j] = losses[j, i] = loss(merge(pair, 2, rotary), pair)
+        losses[i, j] = losses[j, i] = loss(mix(pair, 2, rotary), pair)
     return losses
 
 

@@ -101,13 +101,14 @@ def loss(mixing: Mixing, moments: GroupMoments) -> float:
         (mixing.key_in, mixing.key_out, moments.key, moments.key_fisher),
         (mixing.value_in, mixing.value_out, moments.value, moments.value_fisher),
     )
-    return sum(_residual(*part) for part in parts)
+    return sum(residual(*part) for part in parts)
 
 
-def _residual(into: Tensor, out: Tensor, moment: Tensor, fisher: Tensor) -> float:
-    """tr(F R C R^T) as the inner product of F R and R C, in which no square of a small number is cancelled."""
+def residual(into: Tensor, out: Tensor, moment: Tensor, fisher: Tensor) -> float:
+    """tr(F R C R^T), R = I - out in, for maps [g, d, d] and moments [g*d, g*d]."""
     into = torch.cat(list(into), dim=1)  # g x [d, d] -> [d, g*d]
     out = out.flatten(0, 1)  # [g*d, d]
+    # The inner product of F R and R C: nothing large is subtracted from the square of something small.
     return float(((fisher - fisher @ out @ into) * (moment - out @ (into @ moment))).sum())
 
 
@@ -124,6 +125,21 @@ def free_block(moment: Tensor, heads: int, rotary: Rotary) -> Tensor:
     blocks = moment.unflatten(0, (heads, -1)).unflatten(2, (heads, -1))  # [g, d, g, d]
     free = list(rotary.free)
     return blocks[:, free][..., free].flatten(2).flatten(0, 1)  # [g, n, g, n] -> [g*n, g*n]
+
+
+def uncoupled(moment: Tensor, heads: int, rotary: Rotary) -> Tensor:
+    """A moment [g*d, g*d] without what couples frequencies, a channel and its conjugate, or turning and free
+    coordinates: the mean over all turns of all channels. It has the same `complex_blocks` and `free_block`."""
+    d = rotary.head_dim
+    re, im, free = list(rotary.re), list(rotary.im), torch.tensor(rotary.free, dtype=torch.long, device=moment.device)
+    blocks = complex_blocks(moment, heads, rotary) / 2  # [F, g, g]
+    kept = torch.zeros_like(moment).view(heads, d, heads, d)
+    kept[:, re, :, re] = kept[:, im, :, im] = blocks.real
+    kept[:, im, :, re] = blocks.imag
+    kept[:, re, :, im] = -blocks.imag
+    n = len(free)
+    kept[:, free[:, None], :, free] = free_block(moment, heads, rotary).view(heads, n, heads, n).permute(1, 3, 0, 2)
+    return kept.view_as(moment)
 
 
 def key_maps(factors: Tensor, free: Tensor, rotary: Rotary) -> Tensor:

