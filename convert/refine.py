@@ -8,7 +8,8 @@ Hidden states of the same text run through the source and through the result, la
    token of a text carries massive activations in many models, and would own a plain square. A token that has gone far
    from the source's track already (more than `FAR` of its square norm) is not called back: its target is its own
    state, moved as the source's attention moves the source's.
-3. Adam with a linear decay on the attention's parameters, `passes` times over the windows.
+3. Adam with a linear decay on the attention's parameters, `passes` times over the windows. A layer that is not nearer
+   to its targets afterwards stays as it was.
 4. Both streams go on through the whole layer.
 
 The memory is one layer of each model and three buffers of hidden states, which go to the disk when they are large.
@@ -31,7 +32,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..common.atomic import check_room
-from ..common.errors import CheckFailed
+from ..common.errors import UserError
 from ..common.progress import Stages
 from .calibration.calibrate import Runner
 from .calibration.hidden import LIMIT, HiddenStates
@@ -65,34 +66,39 @@ class Refined:
     layer_errors_after: list[float]
 
 
-class _Tapped(Exception):  # a way out, not an error
-    def __init__(self, state: Tensor):
-        self.state = state
+class _Enough(Exception):  # a way out of a layer, not an error
+    pass
 
 
-def state_after_attention(model: LayeredModel, number: int, hidden: Tensor, tap: str) -> Tensor:
-    """The residual stream [B, T, D] after a layer's attention, without running what follows.
+def run_layer(
+    model: LayeredModel, number: int, hidden: Tensor, tap: str, *, whole: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Run a loaded layer on [B, T, D]; returns the state after its attention, and its output.
 
     Args:
-        tap: the submodule that reads it; where the layer has none of that name, attention and MLP run side by side,
-            and it is the layer's output.
+        tap: the submodule that reads the state after attention; where the layer has none of that name, attention and
+            MLP run side by side, and the state is the layer's output.
+        whole: whether the output is wanted; if not, what follows the attention is not run, and the state stands for it.
     """
-    layer = model.layers[number]
-    module = getattr(layer, tap, None) if tap else None
+    module = getattr(model.layers[number], tap, None)
     if module is None:
-        return model.call(number, hidden)
+        output = model.call(number, hidden)
+        return output, output
+    states: list[Tensor] = []
 
-    def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-        raise _Tapped(args[0])
+    def see(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        states.append(args[0])
+        if not whole:
+            raise _Enough
 
-    handle = module.register_forward_pre_hook(stop)
+    handle = module.register_forward_pre_hook(see)
     try:
-        model.call(number, hidden)
-    except _Tapped as tapped:
-        return tapped.state
+        output = model.call(number, hidden)
+    except _Enough:
+        output = states[0]
     finally:
         handle.remove()
-    raise AssertionError(f"{tap} was not called")
+    return states[0], output
 
 
 def token_errors(state: Tensor, target: Tensor) -> Tensor:
@@ -128,8 +134,9 @@ class _Refiner:
         windows = runner.windows(knobs.windows)
         self.windows = len(windows)
         self.batches = runner.share(windows).batches(knobs.batch_size)
+        counts = [len(share.batches(knobs.batch_size)) for share in runner.shares(windows)]
         # Every process takes as many steps as the one with most batches, or some would wait for ever.
-        self.steps_a_pass = max(len(part.batches(knobs.batch_size)) for part in runner.shares(windows))
+        self.steps_a_pass, self.learners = max(counts), sum(count > 0 for count in counts)
         shapes = [tuple(ids.shape) for ids in self.batches]
         size = runner.sizes["D"]
         self.taught, self.learnt, self.targets = (HiddenStates(shapes, size, self.dtype, LIMIT // 3) for _ in range(3))
@@ -152,7 +159,12 @@ class _Refiner:
                     self._teach(number, index)
             before = self._error(number)
             names = [name for name, _ in layer.named_parameters() if name.startswith(self.attention)]
-            self._train(number, [layer.get_parameter(name) for name in names], advance)
+            parameters = [layer.get_parameter(name) for name in names]
+            start = [parameter.clone() for parameter in parameters]
+            self._train(number, parameters, advance)
+            if not self._error(number) < before:  # few windows may teach less than the first steps unsettle
+                for parameter, value in zip(parameters, start, strict=True):
+                    parameter.copy_(value)
             self._keep(number, layer, names)
             after = self._error(number)
             with torch.no_grad():
@@ -166,15 +178,15 @@ class _Refiner:
     def _teach(self, number: int, index: int) -> None:
         """Set the targets of one batch, and take the source's stream through the layer."""
         source, result = (self._on_device(stream[index]) for stream in (self.taught, self.learnt))
-        state = state_after_attention(self.teacher, number, source, self.family.after_attention)
+        state, output = run_layer(self.teacher, number, source, self.family.after_attention, whole=True)
         far = token_errors(result, source) > FAR
         self.targets[index] = torch.where(far[..., None], result + (state - source), state)
-        self.taught[index] = self.teacher.call(number, source)
+        self.taught[index] = output
 
     def _state(self, number: int, index: int) -> tuple[Tensor, Tensor]:
         """The result's state after the layer's attention, and its target: [B, T, D] each."""
         entering, target = (self._on_device(stream[index]) for stream in (self.learnt, self.targets))
-        return state_after_attention(self.student, number, entering, self.family.after_attention), target
+        return run_layer(self.student, number, entering, self.family.after_attention)[0], target
 
     def _error(self, number: int) -> float:
         """The mean over tokens of |state - target| / |target|."""
@@ -196,21 +208,23 @@ class _Refiner:
                 for group in optimizer.param_groups:
                     group["lr"] = self.knobs.learning_rate * min(1, (step + 1) / WARMUP) * (1 - step / steps)
                 step += 1
-                optimizer.zero_grad()
-                error = token_errors(*self._state(number, index))
-                (error / (1 + error)).mean().backward()
                 for parameter in parameters:
-                    parameter.grad = self.runner.workers.sum(parameter.grad) / self.runner.workers.size
+                    parameter.grad = torch.zeros_like(parameter)
+                if index is not None:
+                    error = token_errors(*self._state(number, index))
+                    (error / (1 + error)).mean().backward()
+                for parameter in parameters:
+                    parameter.grad = self.runner.workers.sum(parameter.grad) / self.learners
                 optimizer.step()
                 advance()
         for parameter in parameters:
             parameter.requires_grad_(False)
 
-    def _order(self, order: int) -> list[int]:
-        """The batches of one pass; some come twice where another process has more of them."""
+    def _order(self, order: int) -> list[int | None]:
+        """The batches of one pass; some come twice where another process has more, and None where this one has none."""
         generator = torch.Generator().manual_seed(order)
-        count = len(self.batches)
-        return [int(i) % count for i in torch.randperm(self.steps_a_pass, generator=generator)]
+        steps = torch.randperm(self.steps_a_pass, generator=generator).tolist()
+        return [step % len(self.batches) if self.batches else None for step in steps]
 
     def _keep(self, number: int, layer: nn.Module, names: list[str]) -> None:
         """Store a layer's refined tensors as the result will have them, and go on with what they are there."""
@@ -220,7 +234,7 @@ class _Refiner:
             parameter = layer.get_parameter(name)
             rounded = parameter.detach().to(torch_dtype(output.dtype))
             if not is_finite(rounded):
-                raise CheckFailed(f"refining layer {number} diverged ({output.name}); refine on more windows")
+                raise UserError(f"refined tensor {output.name} overflows {output.dtype}; choose another --dtype")
             parameter.copy_(rounded)
             kept[output.name] = rounded.cpu().contiguous()
             self.kept[output.name] = f"{number}.safetensors"
@@ -257,8 +271,7 @@ def refine_layers(
         The outputs with refined attention, valid inside the block, and what was done.
 
     Raises:
-        UserError: a text cannot be used.
-        CheckFailed: it diverged.
+        UserError: a text cannot be used, or the result's dtype does not hold a refined tensor.
         EnvironmentFailure: no room on the disk for hidden states or refined tensors.
     """
     with tempfile.TemporaryDirectory(prefix="kvfold-refined-") as folder:

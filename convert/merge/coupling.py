@@ -56,14 +56,12 @@ def couple(
     for _ in range(rounds):
         if loss <= bound:
             break
-        before, best = loss, (into, out)
+        before = loss
         out = out + _step(key_maps(into, free[0], rotary), key_maps(out, free[1], rotary), moment, fisher, rotary)
         # The same loss is tr(C R^T F R), R^T = I - in^T out^T: the transposes change places, and carry conjugates.
         turned = (key_maps(out, free[1], rotary).mT, key_maps(into, free[0], rotary).mT)
         into = into + _step(*turned, fisher, moment, rotary).conj()
         loss = lost()
-        if loss >= before:
-            return best
         if before - loss <= TOLERANCE * before:
             break
     return into, out
@@ -92,7 +90,7 @@ def _step(into: Tensor, out: Tensor, moment: Tensor, fisher: Tensor, rotary: Rot
     inner = (
         inner[pairs.flatten()[:, None], pairs.flatten()].unflatten(0, (-1, 2)).unflatten(-1, (-1, 2))
     )  # [F, 2, F, 2]
-    inner = torch.einsum("sab,fbec,tdc->feadst", units, inner, units)  # E' K E^T, [F, F, 2, 2, 2, 2]
+    inner = torch.einsum("sab,fbec,tdc->feadst", units, inner, units)  # E K E'^T, [F, F, 2, 2, 2, 2]
     outer = fisher[rows[:, None], rows].unflatten(0, (heads, -1, 2)).unflatten(-1, (heads, -1, 2))  # [g, F, 2, g, F, 2]
     curvature = torch.einsum("jfaked,feadst->jfsket", outer, inner).reshape(len(rows), len(rows))
     felt = curvature.diagonal()

@@ -20,10 +20,11 @@ from torch import Tensor
 from ..rotary import Rotary
 from .roots import check_finite
 
-# Directions that calibration never showed count for what the weights make of them, at a millionth of the size that
-# each coordinate has on its own: below anything that matters, above the rounding of moments summed from fp32.
+# Calibration counts for directions that it never showed at this share of what each coordinate has on its own: less
+# than anything that matters, more than the rounding of sums in fp32, which may leave a moment with negative sizes. Of
+# unseen inputs the weights decide then.
 RIDGE = 1e-6
-# A dead coordinate has no size of its own; it counts as one of this share of the mean.
+# A dead coordinate has nothing of its own; it counts for this share of the mean.
 DEAD = 1e-2
 
 
@@ -60,7 +61,7 @@ def layer_moments(
     key_fisher: Tensor | None = None,
     value_fisher: Tensor | None = None,
 ) -> GroupMoments:
-    """The moments of all heads of a layer, as if they were one group.
+    """The moments of all heads of a layer, as if they were one group; what calibration saw gets a ridge (`RIDGE`).
 
     Args:
         keys, values: the heads' rows of the projections, their biases (or zeros) in the last column, [G, d, D+1].
@@ -70,16 +71,19 @@ def layer_moments(
     Raises:
         UserError: a moment is not finite.
     """
-    if inputs is not None:
-        diagonal = inputs.diagonal()
-        inputs = inputs + torch.diag(RIDGE * diagonal.maximum(DEAD * diagonal.mean()))
+    inputs = None if inputs is None else _with_ridge(inputs)
     moments = []
     for rows in (keys.flatten(0, 1), values.flatten(0, 1)):  # [G*d, D+1]
         moment = (rows if inputs is None else rows @ inputs) @ rows.mT
         check_finite(moment)
         moments.append(moment)
-    fishers = (torch.eye(len(moment)).to(moment) if f is None else f for f in (key_fisher, value_fisher))
-    return GroupMoments(*moments, *fishers)
+    whole = torch.eye(len(moments[0])).to(moments[0])
+    return GroupMoments(*moments, *(whole if f is None else _with_ridge(f) for f in (key_fisher, value_fisher)))
+
+
+def _with_ridge(moment: Tensor) -> Tensor:
+    diagonal = moment.diagonal()
+    return moment + torch.diag(RIDGE * diagonal.maximum(DEAD * diagonal.mean()))
 
 
 def group_moments(layer: GroupMoments, heads: Sequence[int], head_dim: int) -> GroupMoments:
