@@ -326,6 +326,17 @@ def launch(*command):
     return json.loads(done.stdout)
 
 
+def test_every_window_is_one_process_s(shared, knobs):
+    with open_source(str(shared)) as source:
+        runner = Runner(source, Calibration(CalibText((knobs["calib"][0],), 5, WINDOW, builtin=False)))
+        windows = runner.windows()
+        runner.workers.size = 3
+        shares = runner.shares(windows)
+    assert [len(share) for share in shares] == [2, 2, 1]
+    assert sorted(ids.tolist() for share in shares for ids in share.ids) == sorted(ids.tolist() for ids in windows.ids)
+    assert all(len(share.ids) == len(share.kinds) for share in shares)
+
+
 @pytest.mark.parametrize("windows", [1, 5])
 def test_two_processes_give_what_one_gives(windows, text, tmp_path):
     options = {"calib_windows": windows, "calib_window": 64}
