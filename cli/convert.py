@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ..common.loading import DTYPES, FLOATS
+from ..common.parallel import is_main_process
 from . import options
 from .output import print_report
 
@@ -49,6 +50,6 @@ def gqa(src: str, out: str, as_json: bool, **knobs: Any) -> None:
     from ..convert.gqa import convert_gqa
 
     report = convert_gqa(src, out, progress=show_progress, **knobs)
-    for warning in report.warnings:
+    for warning in report.warnings if is_main_process() else ():
         print(f"kvfold: warning: {warning}", file=sys.stderr)
     print_report(report, as_json=as_json, hide=["warnings"])

@@ -175,10 +175,14 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 @contextmanager
-def output_file(out: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
+def output_file(out: Path, *, overwrite: bool = False, wait: bool = False) -> Iterator[BinaryIO]:
     """Yield an empty file that becomes `out` when the block ends without an error.
 
     It is written as a hidden sibling, locked while its writer lives; what a dead writer left is written over.
+
+    Args:
+        overwrite: replace an existing file.
+        wait: for another process that is writing `out`, rather than to fail.
 
     Raises:
         UserError: `out` exists and may not be replaced, is a directory, or is being written by another process.
@@ -194,7 +198,7 @@ def output_file(out: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
             raise UserError(f"{out} exists; choose another name, or replace it with --overwrite")
 
     check()
-    with _parents(target), _claim_file(staging, out) as file:
+    with _parents(target), _claim_file(staging, out, wait) as file:
         try:
             check()
             yield file
@@ -207,12 +211,12 @@ def output_file(out: Path, *, overwrite: bool = False) -> Iterator[BinaryIO]:
             raise
 
 
-def _claim_file(staging: Path, out: Path) -> BinaryIO:
+def _claim_file(staging: Path, out: Path, wait: bool) -> BinaryIO:
     """Create or take over the staging file, empty and locked for as long as it is open."""
     while True:
         file = os.fdopen(os.open(staging, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b", buffering=0)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             file.close()
             raise UserError(f"another kvfold is writing {out}; wait for it, or choose another name") from None

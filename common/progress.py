@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+from .parallel import is_main_process
+
 Progress = Callable[[int, int], None]
 """Called as ``progress(done, total)`` by long work, as often as it likes."""
 
@@ -24,7 +26,10 @@ def silent(label: str) -> Iterator[Progress]:
 
 @contextmanager
 def show_progress(label: str) -> Iterator[Progress]:
-    """Yield a `Progress` that shows itself under ``label`` on standard error."""
+    """Yield a `Progress` that shows itself under ``label`` on standard error, if this is the main process."""
+    if not is_main_process():
+        yield lambda done, total: None
+        return
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn

@@ -31,7 +31,7 @@ from .stream import Output
 if TYPE_CHECKING:
     import torch
 
-WEIGHTS_ONLY = "merged by weights alone, which loses more than any other way; leave --calib none out"
+WEIGHTS_ONLY = "merged by weights alone; on real models that can lose more than the mean, so leave --calib none out"
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,11 @@ def convert_gqa(
     text = CalibText(tuple(calib), calib_windows, calib_window, calib_builtin, chat)
     how = Calibration(text, fisher, offload, calib_batch_size, device, calib_dtype)
     refining = RefineKnobs(refine, refine_passes) if refine else None
+    compares = row.mixes_channels or grouping == "similar"
+    if stats and not compares:
+        raise UserError(f"--method {method} needs no statistics; leave --stats out")
+    if stats and calib and not refining:
+        raise UserError("--stats were collected on a text already; leave --calib out, which only --refine would read")
     if refining and text.weights_only:
         raise UserError("--calib none leaves --refine no text; leave one of them out")
     with ExitStack() as stack:
@@ -165,9 +170,13 @@ def convert_gqa(
         plan = partial(_plan, source, promised, kv_heads=kv_heads, dtype=dtype)
         outputs = plan(merging())
         report = _report(source, out, kv_heads, method, grouping, outputs, promised, max_shard_size, dry_run)
-        compares = changes and (row.mixes_channels or grouping == "similar")
+        compares = changes and compares
         if compares and text.weights_only:
             report = replace(report, warnings=[WEIGHTS_ONLY])
+        if stats:
+            from .calibration.store import Statistics
+
+            Statistics.open(Path(stats))  # found wanting now rather than later
         if dry_run:
             return report
         about = None

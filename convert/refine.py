@@ -18,6 +18,7 @@ Legend: B windows, T positions, D hidden size.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -158,6 +159,8 @@ class _Refiner:
                 for index in range(len(self.batches)):
                     self._teach(number, index)
             before = self._error(number)
+            if not math.isfinite(before):
+                raise UserError(f"layer {number} gives NaN or Inf; look for huge weights in the source")
             names = [name for name, _ in layer.named_parameters() if name.startswith(self.attention)]
             parameters = [layer.get_parameter(name) for name in names]
             start = [parameter.clone() for parameter in parameters]
@@ -275,8 +278,8 @@ def refine_layers(
         EnvironmentFailure: no room on the disk for hidden states or refined tensors.
     """
     with tempfile.TemporaryDirectory(prefix="kvfold-refined-") as folder:
-        check_room(Path(folder), sum(output.nbytes for output in outputs if output.make))
         refiner = _Refiner(runner, outputs, config, knobs, Path(folder))
+        check_room(Path(folder), sum(output.nbytes for output in outputs if f".{refiner.attention}" in output.name))
         layers = runner.sizes["L"]
         total, done = layers * knobs.passes * refiner.steps_a_pass, 0
         errors = []

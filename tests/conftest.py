@@ -1,4 +1,4 @@
-"""One thread a worker (tiny models gain nothing from two), no network, and no cache of the user's whatever a test does."""
+"""One thread a worker (tiny models gain nothing from two); no network and no user's cache, whatever a test does."""
 
 import os
 

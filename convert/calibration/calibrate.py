@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ...common.cache import cache_folder
-from ...common.errors import UserError
+from ...common.errors import EnvironmentFailure, UserError
 from ...common.loading import load_tokenizer, resolve_device
 from ...common.parallel import Workers, is_main_process
 from ...common.progress import Stages, silent
-from ...common.text import BUILTIN, HUB
+from ...common.text import HUB, builtin_kinds
 from ..checkpoint import torch_dtype
 from ..checks import account, obstacle
 from ..families import Sizes
@@ -130,7 +130,7 @@ def _published(counts: dict[str, int]) -> dict[str, int]:
     """Windows of each kind, without the folders in which a user keeps texts."""
     published: Counter[str] = Counter()
     for name, count in counts.items():
-        published[name if name.startswith((BUILTIN, HUB)) else Path(name).name] += count
+        published[name if builtin_kinds(name) or name.startswith(HUB) else Path(name).name] += count
     return dict(published)
 
 
@@ -147,7 +147,14 @@ def find_statistics(runner: Runner, path: Path | None, progress: Stages) -> Stat
         windows = runner.windows()
         about = runner.about(windows)
         path = cache_folder() / "statistics" / f"{about.key}.safetensors"
-        return _collect_to(path, runner, windows, about, overwrite=True, progress=progress)[0]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return _collect_to(path, runner, windows, about, overwrite=True, wait=True, progress=progress)[0]
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"statistics cannot be kept in {path.parent} ({error.strerror}); set KVFOLD_CACHE to another, or "
+                "give --stats"
+            ) from error
     statistics = Statistics.open(path)
     if statistics.about.source != runner.source.digest():
         raise UserError(
@@ -157,21 +164,32 @@ def find_statistics(runner: Runner, path: Path | None, progress: Stages) -> Stat
 
 
 def _collect_to(
-    path: Path, runner: Runner, windows: Windows, about: About, *, overwrite: bool, progress: Stages
+    path: Path,
+    runner: Runner,
+    windows: Windows,
+    about: About,
+    *,
+    overwrite: bool,
+    wait: bool = False,
+    progress: Stages,
 ) -> tuple[Statistics, bool]:
-    """The statistics in a file that is made unless it is there already, and whether it was."""
+    """The statistics in a file that is made unless it is there already, and whether it was.
+
+    Args:
+        wait: for another process that is writing it, rather than to fail.
+    """
     found = None
     if path.is_file():
         with suppress(UserError):  # it holds something else
             found = Statistics.open(path)
-    if runner.workers.agree(found is not None and found.about.key == about.key):
+    if runner.workers.agree(found is not None and found.about.key == about.key and found.is_whole()):
         return Statistics.open(path), True
     batches = runner.share(windows).batches(runner.how.batch_size)
     places = projections(runner.source.family, runner.sizes)
     with ExitStack() as stack:
         writer = None
         if is_main_process():
-            writer = stack.enter_context(statistics_file(path, about, overwrite=overwrite))
+            writer = stack.enter_context(statistics_file(path, about, overwrite=overwrite, wait=wait))
         shown = progress if is_main_process() else silent
         advance = stack.enter_context(shown("calibrating"))
         collect(

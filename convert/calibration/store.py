@@ -68,7 +68,8 @@ class About:
             if self.fisher:
                 shape = (self.kv_size, self.kv_size)
                 table += [(f"layers.{layer}.{name}_fisher", "F32", shape) for name in ("key", "value")]
-        return [*table, ("effective_ranks", "I32", (self.num_hidden_layers,))]
+        layers, hashed = (self.num_hidden_layers,), (len(table),)
+        return [*table, ("hashes", "I64", hashed), ("effective_ranks", "I32", layers)]
 
     @property
     def nbytes(self) -> int:
@@ -81,6 +82,7 @@ class StatisticsWriter:
     def __init__(self, file: BinaryIO, about: About):
         self.file, self.about = file, about
         header = pack_header(about.tensors(), {_METADATA: json.dumps(asdict(about))})
+        self.order = {name: position for position, (name, _, _) in enumerate(about.tensors())}
         self.starts, at = {}, len(header)
         for name, dtype, shape in about.tensors():
             self.starts[name] = at
@@ -96,16 +98,28 @@ class StatisticsWriter:
                         f"layer {layer} has NaN or Inf in its activations or gradients ({name}); calibrate in a wider "
                         "dtype, or mend the source"
                     )
-                self._write(f"layers.{layer}.{name}", kept)
-        rank = effective_rank(statistics.inputs)
-        self._write("effective_ranks", torch.tensor([rank], dtype=torch.int32), skip=layer)
+                full, data = f"layers.{layer}.{name}", bytes_of(kept)
+                self._write(full, data)
+                self._write("hashes", bytes_of(torch.tensor([hash_of(data)])), skip=8 * self.order[full])
+        rank = torch.tensor([effective_rank(statistics.inputs)], dtype=torch.int32)
+        self._write("effective_ranks", bytes_of(rank), skip=4 * layer)
 
-    def _write(self, name: str, tensor: Tensor, skip: int = 0) -> None:
-        data = memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-        at = self.starts[name] + skip * tensor.dtype.itemsize
+    def _write(self, name: str, data: memoryview, skip: int = 0) -> None:
+        at = self.starts[name] + skip
         while data:
             count = os.pwrite(self.file.fileno(), data, at)
             at, data = at + count, data[count:]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def hash_of(data: memoryview) -> int:
+    """xxh3-64 as a signed number, which is what an I64 tensor holds."""
+    import xxhash
+
+    return int.from_bytes(xxhash.xxh3_64_digest(data), "big", signed=True)
 
 
 def effective_rank(moment: Tensor, floor: float = 1e-7) -> int:
@@ -115,15 +129,17 @@ def effective_rank(moment: Tensor, floor: float = 1e-7) -> int:
 
 
 @contextmanager
-def statistics_file(path: Path, about: About, *, overwrite: bool = False) -> Iterator[StatisticsWriter]:
-    """Yield a writer of a file that appears at `path` when the block ends without an error.
+def statistics_file(
+    path: Path, about: About, *, overwrite: bool = False, wait: bool = False
+) -> Iterator[StatisticsWriter]:
+    """Yield a writer of a file that appears at `path` when the block ends without an error; see `output_file`.
 
     Raises:
         UserError: the file exists, or another process is writing it.
         EnvironmentFailure: no room on the disk.
     """
     check_room(path, about.nbytes)
-    with output_file(path, overwrite=overwrite) as file:
+    with output_file(path, overwrite=overwrite, wait=wait) as file:
         yield StatisticsWriter(file, about)
 
 
@@ -165,10 +181,21 @@ class Statistics:
         return cls(path, about)
 
     def layer(self, number: int, device: str = "cpu") -> LayerStatistics:
-        """One layer's statistics, in fp64."""
+        """One layer's statistics, in fp64.
+
+        Raises:
+            UserError: they are not what was written.
+        """
         names = ("inputs", "key_fisher", "value_fisher") if self.about.fisher else ("inputs",)
         tensors = {name: self._read(f"layers.{number}.{name}").to(device).double() for name in names}
         return LayerStatistics(tensors["inputs"], tensors.get("key_fisher"), tensors.get("value_fisher"))
+
+    def is_whole(self) -> bool:
+        """Whether the file still holds what was written."""
+        try:
+            return all(self.layer(number) for number in range(self.about.num_hidden_layers))
+        except UserError:
+            return False
 
     def effective_ranks(self) -> list[int]:
         """For every layer, how many directions of its inputs [x; 1] the text has shown."""
@@ -178,4 +205,9 @@ class Statistics:
         from safetensors import safe_open
 
         with safe_open(self.path, framework="pt") as file:
-            return file.get_tensor(name)
+            tensor = file.get_tensor(name)
+            order = [each for each, _, _ in self.about.tensors()]
+            hashes = file.get_tensor("hashes")
+        if (position := order.index(name)) < len(hashes) and hashes[position] != hash_of(bytes_of(tensor)):
+            raise UserError(f"{self.path} is damaged ({name} is not what was written); calibrate again")
+        return tensor

@@ -17,6 +17,7 @@ from ..rotary import Rotary
 from .apply import Groups
 from .methods import Mix
 from .mixing import GroupMoments, group_moments, loss
+from .roots import check_finite
 
 # A swap must gain more than rounding could make of nothing, or two of them might undo each other for ever.
 _LEAST_GAIN = 1e-12
@@ -37,6 +38,7 @@ def similar(pair_loss: Tensor, groups: int) -> Groups:
     Returns:
         Each group in ascending order, and groups in the order of their first heads.
     """
+    check_finite(pair_loss)
     pair_loss = pair_loss.double().cpu().clone().fill_diagonal_(0.0)
     size = len(pair_loss) // groups
     neighbours = torch.arange(len(pair_loss)) // size  # the group of each head

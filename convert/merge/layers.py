@@ -89,8 +89,9 @@ class LayerMerges:
             return self.neighbours
         from .grouping import pair_losses, similar
 
-        assert self.method.mix is not None
-        losses = pair_losses(self.method.mix(), self._moments(layer), self._rotary(layer))
+        merge = self.method.compare or self.method.mix
+        assert merge is not None
+        losses = pair_losses(merge(), self._moments(layer), self._rotary(layer))
         return similar(losses, len(self.neighbours))
 
     def _compute_merge(self, layer: int) -> Merge:

@@ -30,7 +30,7 @@ def svd(moments: GroupMoments, heads: int, rotary: Rotary, rounds: int = ROUNDS)
     """Fold `heads` stacked heads into one; see the module's docstring.
 
     Args:
-        rounds: of step 3 at most; 0 leaves it out, which is faster by far and ranks groups alike.
+        rounds: of step 3 at most. 0 leaves it out: good enough to tell which heads are similar, and much faster.
     """
     channel, weight = (complex_blocks(moment, heads, rotary) for moment in (moments.key, moments.key_fisher))
     free = _coordinates(*(free_block(moment, heads, rotary) for moment in (moments.key, moments.key_fisher)), heads)

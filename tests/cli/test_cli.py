@@ -13,6 +13,7 @@ import pytest
 from kvfold.recipes.tiny import MODEL_DIR
 
 SUBCOMMANDS = [[], ["inspect"], ["convert"], ["convert", "gqa"], ["eval"], ["eval", "ppl"], ["eval", "cache"], ["demo"]]
+SUBCOMMANDS += [["calibrate"], ["verify"]]
 
 
 def kvfold(*args, **options):
@@ -115,6 +116,23 @@ def test_tables_for_people(tmp_path):
         ["convert", "gqa", MODEL_DIR, "", "--kv-heads", "2", "--overwrite"],
         ["convert", "gqa", MODEL_DIR, "x" * 300, "--kv-heads", "2"],
         ["convert", "gqa", "y" * 300, "out", "--kv-heads", "2"],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--grouping", "same"],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--calib", "none", "--refine", "4"],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "8", "--refine", "4"],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--refine", "-4"],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--refine", "4", "--refine-passes", "0"],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--stats", "no-such-file"],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--calib", "no-such-file"],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--calib-window", "100000"],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--no-calib-builtin"],
+        ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--chat"],
+        ["calibrate", MODEL_DIR],
+        ["calibrate", MODEL_DIR, "-o", "stats", "--calib", "none"],
+        ["calibrate", MODEL_DIR, "-o", "stats", "--calib-windows", "0"],
+        ["calibrate", MODEL_DIR, "-o", "stats", "--batch-size", "0"],
+        ["calibrate", MODEL_DIR, "-o", "."],
+        ["verify", MODEL_DIR, MODEL_DIR],
+        ["verify", MODEL_DIR, "nowhere/at/all", "--text", "builtin"],
         ["inspect", MODEL_DIR, "--context", "1" + "0" * 320],
         ["inspect", ""],
         ["demo", "--out", "."],
@@ -133,7 +151,8 @@ def test_unreachable_hub_is_status_3(tmp_path):
 
 def test_failing_disk_is_status_3(tmp_path):
     """A limit on the size of files stands for a full disk: the system's own error, in one line."""
-    script = f"ulimit -f 1000; exec {sys.executable} -m kvfold.cli convert gqa {MODEL_DIR} new/out --kv-heads 2"
+    convert = f"{sys.executable} -m kvfold.cli convert gqa {MODEL_DIR} new/out --kv-heads 2 --method mean"
+    script = f"ulimit -f 1000; exec {convert}"
     result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=tmp_path)
     assert "File too large" in one_line(result, 3)
     assert not list(tmp_path.iterdir())
@@ -163,7 +182,7 @@ def test_interrupted_conversion_leaves_nothing(tmp_path, number, status):
         "import kvfold.convert.directory as d\n"
         "d.write_weights = lambda folder, *a, **k: (print('writing', flush=True), time.sleep(60))\n"
         "from kvfold.cli import main\n"
-        f"sys.argv = ['kvfold', 'convert', 'gqa', {str(MODEL_DIR)!r}, 'out', '--kv-heads', '2']\n"
+        f"sys.argv = ['kvfold', 'convert', 'gqa', {str(MODEL_DIR)!r}, 'out', '--kv-heads', '2', '--method', 'mean']\n"
         "main()\n"
     )
     process = subprocess.Popen(

@@ -13,13 +13,15 @@ from kvfold.common.errors import EnvironmentFailure
 from kvfold.common.parallel import Workers, is_main_process
 
 SCRIPT = """
-import torch
+import sys, torch
+from pathlib import Path
 from kvfold.common.parallel import Workers, is_main_process
 workers = Workers("cpu")
 total = workers.sum(torch.tensor([1.0 + workers.rank, 10.0], dtype=torch.float64))
 agreed = [workers.agree(answer) for answer in (workers.rank == 0, workers.rank != 0)]
 workers.wait()
-print(workers.rank, workers.size, workers.device, total.tolist(), agreed, is_main_process(), flush=True)
+said = workers.size, workers.device, total.tolist(), agreed, is_main_process()
+Path(sys.argv[1], str(workers.rank)).write_text(repr(said))
 """
 
 
@@ -49,10 +51,10 @@ def test_the_launcher_names_the_main_process(monkeypatch):
 def test_two_processes(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run([*launch, tmp_path / "script.py"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*launch, tmp_path / "script.py", tmp_path], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    said = "2 cpu [3.0, 20.0] [True, False]"
-    assert sorted(done.stdout.splitlines()) == [f"0 {said} True", f"1 {said} False"]
+    for rank in ("0", "1"):
+        assert (tmp_path / rank).read_text() == repr((2, "cpu", [3.0, 20.0], [True, False], rank == "0"))
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

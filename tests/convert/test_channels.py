@@ -9,9 +9,8 @@ from .test_exact import EXACT, load, logits
 from .tiny import CASES, HEADS, make_config, make_gpt2, make_model, repeat_heads
 
 HALF_SPLIT = ("llama", "llama-bias", "llama-head-dim", "mistral", "qwen2", "gemma", "gemma2", "smollm3", "granite")
-QK_NORM = ("qwen3", "qwen3_moe", "qwen3_moe-dense", "gemma3_text", "olmo2") + tuple(
-    case for case in CASES if case.endswith("qk-norm")
-)
+QK_NORM = ["qwen3", "qwen3_moe", "qwen3_moe-dense", "gemma3_text", "olmo2"]
+QK_NORM += [case for case in CASES if case.endswith("qk-norm")]
 MIXABLE = [case for case in CASES if case not in (*QK_NORM, "olmo")]
 WEIGHTS_ONLY = {"calib": ("none",)}
 

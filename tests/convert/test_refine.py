@@ -10,11 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvfold.common.errors import CheckFailed, UserError
+from kvfold.common.errors import UserError
 from kvfold.convert import gqa, refine
-from kvfold.convert.calibration.calibrate import Runner
 from kvfold.convert.calibration.knobs import RefineKnobs
-from kvfold.convert.calibration.text import Windows
 from kvfold.convert.checkpoint import Checkpoint
 from kvfold.convert.gqa import convert_gqa
 from kvfold.convert.refine import token_errors
@@ -130,11 +128,16 @@ def test_what_is_exact_already_stays(case, convert, tmp_path):
     torch.testing.assert_close(logits(tmp_path / "out"), logits(src), rtol=0, atol=1e-6)
 
 
-def test_a_process_without_windows_works_with_those_of_the_others(convert, tmp_path, monkeypatch):
+def test_a_token_that_is_far_off_already_is_not_called_back(convert, tmp_path, monkeypatch):
     src = save(make_model(config_of("llama")).float(), tmp_path / "src")
-    monkeypatch.setattr(Runner, "shares", lambda _, windows: [Windows((), ()), windows])
-    report = convert(src, tmp_path / "out", 2, method="mean", refine=1, refine_passes=2)
-    assert mean(report.layer_errors_after) < mean(report.layer_errors_before)
+
+    def errors(far):
+        monkeypatch.setattr(refine, "FAR", far)
+        return convert(src, tmp_path / f"{far}", 1, refine=4, refine_passes=1).layer_errors_before
+
+    all_called_back, none = errors(torch.inf), errors(-1)
+    assert none[0] == pytest.approx(all_called_back[0])  # the streams begin alike
+    assert none[1] < 0.9 * all_called_back[1]
 
 
 def test_same_command_same_bytes(convert, tmp_path):
@@ -152,12 +155,13 @@ def test_hidden_states_in_files_change_nothing(convert, tmp_path, monkeypatch):
     assert stored(tmp_path / "memory") == stored(tmp_path / "files")
 
 
-def test_divergence_leaves_nothing(convert, tmp_path, monkeypatch):
+def test_a_layer_that_diverges_stays_as_it_was(convert, tmp_path, monkeypatch):
     src = save(make_model(config_of("llama")).float(), tmp_path / "src")
+    convert(src, tmp_path / "plain", 2)
     monkeypatch.setattr(gqa, "RefineKnobs", partial(RefineKnobs, learning_rate=1e38))
-    with pytest.raises(CheckFailed, match=r"refining layer 0 diverged \(model.layers.0.self_attn"):
-        convert(src, tmp_path / "out", 2, refine=4, refine_passes=2)
-    assert [path.name for path in tmp_path.iterdir()] == ["src"]
+    report = convert(src, tmp_path / "out", 2, refine=4, refine_passes=2)
+    assert report.layer_errors_after == report.layer_errors_before
+    assert stored(tmp_path / "out") == stored(tmp_path / "plain")
 
 
 @pytest.mark.parametrize(

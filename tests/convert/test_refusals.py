@@ -70,7 +70,7 @@ def test_gpt2_only_becomes_mqa(tmp_path):
 
 def test_unknown_method_suggests_the_nearest(src, tmp_path):
     refuse(src, tmp_path, "unknown method 'maen'; did you mean mean?", method="maen")
-    refuse(src, tmp_path, "unknown method 'xyz'; known: first, mean, random", method="xyz")
+    refuse(src, tmp_path, "unknown method 'xyz'; known: aligned, first, mean, random, svd", method="xyz")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -351,10 +351,12 @@ def test_two_processes_give_what_one_gives(windows, text, tmp_path):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * float(expected.max()))
 
 
-def test_two_processes_convert_and_refine(text, tmp_path):
-    flags = ["--calib", text, "--no-calib-builtin", "--calib-windows", 5, "--calib-window", 64]
+@pytest.mark.parametrize("windows", [1, 5])
+def test_two_processes_convert_and_refine(windows, text, tmp_path):
+    """Three windows for one process and two for the other, or one and none."""
+    flags = ["--calib", text, "--no-calib-builtin", "--calib-windows", windows, "--calib-window", 64]
     command = ["convert", "gqa", MODEL_DIR, tmp_path / "out", "--kv-heads", 2, *flags]
-    report = launch(*command, "--refine", 5, "--refine-passes", 1)  # three windows for one process, two for the other
-    assert (report["refine_windows"], len(report["layer_errors_after"])) == (5, 4)
+    report = launch(*command, "--refine", windows, "--refine-passes", 1)
+    assert (report["refine_windows"], len(report["layer_errors_after"])) == (windows, 4)
     assert sum(report["layer_errors_after"]) < sum(report["layer_errors_before"])
     assert logits(tmp_path / "out").isfinite().all()
