@@ -164,6 +164,16 @@ def test_a_layer_that_diverges_stays_as_it_was(convert, tmp_path, monkeypatch):
     assert stored(tmp_path / "out") == stored(tmp_path / "plain")
 
 
+def test_a_source_that_overflows_is_refused(convert, tmp_path):
+    model = make_model(config_of("llama")).float()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight *= 1e30
+    src = save(model, tmp_path / "src")
+    with pytest.raises(UserError, match="layer 1 gives NaN or Inf"):
+        convert(src, tmp_path / "out", 2, method="mean", refine=4)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("kv_heads", "options", "message"),
     [

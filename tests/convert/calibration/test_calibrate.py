@@ -235,10 +235,11 @@ def test_conversions_share_what_one_of_them_computed(shared, text, knobs, own_ca
     assert list(own_cache.iterdir()) == [kept]
 
 
-def test_a_damaged_file_in_the_cache_is_made_again(shared, knobs, own_cache, tmp_path):
+@pytest.mark.parametrize("damage", [lambda data: data[:-100], lambda data: data[:-9000] + b"\xff" * 400 + data[-8600:]])
+def test_a_damaged_file_in_the_cache_is_made_again(damage, shared, knobs, own_cache, tmp_path):
     convert_gqa(shared, tmp_path / "one", kv_heads=1, **knobs)
     (kept,) = own_cache.iterdir()
-    kept.write_bytes(kept.read_bytes()[:-100])
+    kept.write_bytes(damage(kept.read_bytes()))
     convert_gqa(shared, tmp_path / "two", kv_heads=1, **knobs)
     assert torch.equal(logits(tmp_path / "one"), logits(tmp_path / "two"))
 

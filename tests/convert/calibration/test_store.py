@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from kvfold.common.errors import EnvironmentFailure, UserError
 from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.convert.calibration.store import About, Statistics, effective_rank, is_statistics, statistics_file
+from kvfold.convert.headers import read_header
 
 D, K, L = 6, 4, 3
 ABOUT = About("a1", "b2", 100, 5, {"builtin:code": 3, "x.txt": 2}, True, "float32", D, K, L)
@@ -198,3 +200,32 @@ def test_a_killed_writer_leaves_nothing_that_counts(tmp_path):
 def test_effective_rank(rank):
     assert effective_rank(moment(7, rank, 1)) == rank
     assert effective_rank(moment(7, rank, 1) * 1e9) == rank
+
+
+@pytest.mark.parametrize("name", ["inputs", "key_fisher", "value_fisher"])
+def test_one_flipped_bit_is_found(name, tmp_path):
+    path = write(tmp_path / "s.safetensors")
+    assert Statistics.open(path).is_whole()
+    tensors, _ = read_header(path)
+    info = next(info for info in tensors if info.name == f"layers.1.{name}")
+    data = bytearray(path.read_bytes())
+    data[info.start + 7] ^= 0x40
+    path.write_bytes(data)
+    statistics = Statistics.open(path)
+    statistics.layer(0)
+    with pytest.raises(UserError, match=rf"s.safetensors is damaged \(layers.1.{name} is not what was written\)"):
+        statistics.layer(1)
+    assert not statistics.is_whole()
+
+
+def test_a_second_writer_can_wait_for_the_first(tmp_path):
+    path = tmp_path / "s.safetensors"
+    with ThreadPoolExecutor(1) as pool:
+        with statistics_file(path, ABOUT) as writer:
+            other = pool.submit(write, path, overwrite=True, wait=True)
+            with pytest.raises(TimeoutError):
+                other.result(0.2)
+            for number in range(L):
+                writer(number, layers()[number])
+        assert other.result(30) == path
+    assert Statistics.open(path).is_whole()
