@@ -11,7 +11,7 @@ import click
 from ..common.loading import DTYPES, FLOATS
 from ..common.parallel import is_main_process
 from . import options
-from .output import print_report
+from .output import print_layers, print_report
 
 
 @click.group()
@@ -52,4 +52,8 @@ def gqa(src: str, out: str, as_json: bool, **knobs: Any) -> None:
     report = convert_gqa(src, out, progress=show_progress, **knobs)
     for warning in report.warnings if is_main_process() else ():
         print(f"kvfold: warning: {warning}", file=sys.stderr)
-    print_report(report, as_json=as_json, hide=["warnings"])
+    errors = {name: getattr(report, f"layer_errors_{name}") for name in ("before", "after")}
+    print_report(report, as_json=as_json, hide=["warnings", *(f"layer_errors_{name}" for name in errors)])
+    if report.refine_windows and not as_json and not report.dry_run and is_main_process():
+        for name, figures in errors.items():
+            print_layers(f"relative error after each layer's attention, {name} refinement", figures)

@@ -10,6 +10,8 @@ from typing import Any
 
 from ..common.parallel import is_main_process
 
+A_ROW = 10  # layers a row of a table; round, so that a layer's number can be read off
+
 
 def to_dict(report: Any) -> dict[str, Any]:
     """A report as plain data; a dataclass's fields are the JSON keys."""
@@ -40,6 +42,17 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -
             f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         )
         print("  ".join([head, *rest]))
+
+
+def print_layers(title: str, figures: Sequence[float | None]) -> None:
+    """Print one figure a layer, under a title."""
+    columns = [f"+{i}" for i in range(min(A_ROW, len(figures)))]
+    rows = [
+        {"layer": start, **dict.fromkeys(columns, ""), **dict(zip(columns, figures[start:], strict=False))}
+        for start in range(0, len(figures), A_ROW)
+    ]
+    print(f"\n{title}")
+    print_table(rows, {name: name for name in ("layer", *columns)})
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

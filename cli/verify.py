@@ -8,9 +8,7 @@ import click
 
 from ..common.errors import CheckFailed
 from . import options
-from .output import print_report, print_table
-
-_A_ROW = 10  # layers a row of the table; round, so that a layer's number can be read off
+from .output import print_layers, print_report
 
 
 @click.command()
@@ -39,16 +37,6 @@ def verify(src: str, out: str, as_json: bool, **knobs: Any) -> None:
         report = measure(src, out, progress=progress, **knobs)
     print_report(report, as_json=as_json, hide=["layer_errors", "reason"])
     if not as_json:
-        print("\nrelative error of the hidden states after each layer")
-        _print_layers(report.layer_errors)
+        print_layers("relative error of the hidden states after each layer", report.layer_errors)
     if not report.passed:
         raise CheckFailed(report.reason)
-
-
-def _print_layers(errors: list[float | None]) -> None:
-    columns = [f"+{i}" for i in range(min(_A_ROW, len(errors)))]
-    rows = [
-        {"layer": start, **dict.fromkeys(columns, ""), **dict(zip(columns, errors[start:], strict=False))}
-        for start in range(0, len(errors), _A_ROW)
-    ]
-    print_table(rows, {name: name for name in ("layer", *columns)})

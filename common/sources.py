@@ -167,7 +167,8 @@ def one_line_errors(model: str | Path) -> Iterator[None]:
             raise UserError(f"{model} is neither a path here nor a model on the Hub") from error
         if caused_by(hub.RevisionNotFoundError):
             raise UserError(f"{model} has no such revision; see its branches and tags on the Hub") from error
-        if caused_by(MemoryError, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        # Without memory, the interpreter can fail before it has an error to raise.
+        if caused_by(MemoryError, SystemError, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise EnvironmentFailure(f"{model} does not fit into memory; try a narrower --dtype") from error
         if not Path(model).exists() and (
             caused_by(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError, TimeoutError)

@@ -71,7 +71,8 @@ def check_method(source: Source, name: str, method: Method) -> None:
         return
     if reason := channel_obstacle(source.family, source.config):
         raise UserError(
-            f"{name} mixes channels, which {reason} does not allow; use --method {', '.join(whole_head_methods())}"
+            f"{name} mixes channels, which {reason} does not allow; use --method mean, best with --refine 64 (also "
+            f"allowed: {', '.join(method for method in whole_head_methods() if method != 'mean')})"
         )
 
 

@@ -16,7 +16,7 @@ from ..common.parallel import is_main_process
 from ..common.progress import Stages, silent
 from .calibration.knobs import Calibration, RefineKnobs
 from .calibration.reader import tensor_reader
-from .calibration.text import CalibText
+from .calibration.text import NO_TEXT, CalibText
 from .checks import account, check_convertible, check_method
 from .directory import check_paths, lay_out, write_directory
 from .families import FAMILIES, Promise, Sizes
@@ -72,6 +72,8 @@ class ConvertReport:
     calib_kinds: dict[str, int] = field(default_factory=dict)
     refine_windows: int = 0
     refine_passes: int = 0
+    refine_text: str = ""
+    refine_kinds: dict[str, int] = field(default_factory=dict)
     layer_errors_before: list[float] = field(default_factory=list)
     layer_errors_after: list[float] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -139,10 +141,12 @@ def convert_gqa(
         raise UserError(f"dtype {dtype} cannot be written; choose one of {', '.join(FLOATS.values())}")
     if max_shard_size is not None and max_shard_size < 1:
         raise UserError(f"a shard of {max_shard_size} bytes holds nothing; give a positive size such as 5GB")
-    text = CalibText(tuple(calib), calib_windows, calib_window, calib_builtin, chat)
+    text = CalibText(calib, calib_windows, calib_window, calib_builtin, chat)
     how = Calibration(text, fisher, offload, calib_batch_size, device, calib_dtype)
     refining = RefineKnobs(refine, refine_passes) if refine else None
     compares = row.mixes_channels or grouping == "similar"
+    if calib and not compares and not refining and not text.weights_only:
+        raise UserError(f"--method {method} reads no text; leave --calib out, or add --refine")
     if stats and not compares:
         raise UserError(f"--method {method} needs no statistics; leave --stats out")
     if stats and calib and not refining:
@@ -173,13 +177,9 @@ def convert_gqa(
         compares = changes and compares
         if compares and text.weights_only:
             report = replace(report, warnings=[WEIGHTS_ONLY])
-        if stats:
-            from .calibration.store import Statistics
-
-            Statistics.open(Path(stats))  # found wanting now rather than later
         if dry_run:
-            return report
-        about = None
+            return _rehearse(report, source, how, refining, compares and not text.weights_only, stats)
+        about = learnt = None
         if compares or refining:
             from .calibration.calibrate import Runner, find_statistics
 
@@ -194,6 +194,7 @@ def convert_gqa(
 
                 outputs, refined = stack.enter_context(refine_layers(runner, outputs, config, refining, progress))
                 report = replace(report, **asdict(refined))
+                learnt = asdict(refining) | {"text": refined.refine_text, "kinds": refined.refine_kinds}
         if not is_main_process():
             return report
         with progress("writing") as advance:
@@ -207,8 +208,8 @@ def convert_gqa(
                     "kv_heads": kv_heads,
                     "method": method,
                     "grouping": grouping,
-                    "calibration": asdict(about) if about else None,
-                    "refine": asdict(refining) if refining else None,
+                    "calibration": asdict(about) if about else NO_TEXT if compares else None,
+                    "refine": learnt,
                     "seed": seed,
                     "dtype": dtype,
                     "max_shard_size": max_shard_size,
@@ -219,6 +220,33 @@ def convert_gqa(
                 progress=advance,
             )
     return replace(report, files_left_out=left_out)
+
+
+def _rehearse(
+    report: ConvertReport,
+    source: Source,
+    how: Calibration,
+    refining: RefineKnobs | None,
+    calibrating: bool,
+    stats: str | Path | None,
+) -> ConvertReport:
+    """Read what a conversion would read, without running the model; returns the report with what would be done."""
+    if not calibrating and not refining:
+        return report
+    from .calibration.calibrate import Runner, published
+    from .calibration.store import Statistics
+
+    runner = Runner(source, how)
+    if calibrating and stats:
+        about = Statistics.open(Path(stats)).about
+        report = replace(report, stats=str(stats), calib_tokens=about.tokens, calib_kinds=about.kinds)
+    elif calibrating:
+        windows = runner.windows()
+        report = replace(report, calib_tokens=windows.tokens, calib_kinds=published(windows.counts))
+    if refining:
+        windows = runner.windows(refining.windows)
+        report = replace(report, refine_windows=len(windows), refine_passes=refining.passes)
+    return report
 
 
 def _plan(

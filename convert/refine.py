@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from ..common.atomic import check_room
 from ..common.errors import UserError
 from ..common.progress import Stages
-from .calibration.calibrate import Runner
+from .calibration.calibrate import Runner, published
 from .calibration.hidden import LIMIT, HiddenStates
 from .calibration.knobs import RefineKnobs
 from .calibration.layers import LayeredModel
@@ -57,12 +57,15 @@ class Refined:
 
     Attributes:
         refine_windows, refine_passes: of the calibration text, and over it.
+        refine_text, refine_kinds: hash of their token ids, and how many windows came of each kind of text.
         layer_errors_before, layer_errors_after: for every layer |y - s| / |s|, averaged over tokens; y and s are the
             states after the attention in the result and in the source. Before is with all earlier layers refined.
     """
 
     refine_windows: int
     refine_passes: int
+    refine_text: str
+    refine_kinds: dict[str, int]
     layer_errors_before: list[float]
     layer_errors_after: list[float]
 
@@ -133,7 +136,7 @@ class _Refiner:
         self.student = LayeredModel(target, self.family.layers, read, dtype=self.dtype, device=runner.device)
         self.attention = projections(self.family, runner.sizes)["O"].module.rpartition(".")[0] + "."
         windows = runner.windows(knobs.windows)
-        self.windows = len(windows)
+        self.windows = windows
         self.batches = runner.share(windows).batches(knobs.batch_size)
         counts = [len(share.batches(knobs.batch_size)) for share in runner.shares(windows)]
         # Every process takes as many steps as the one with most batches, or some would wait for ever.
@@ -294,4 +297,5 @@ def refine_layers(
             for number in range(layers):
                 errors.append(refiner.refine(number, advance))
         before, after = (list(column) for column in zip(*errors, strict=True))
-        yield refiner.replaced(), Refined(refiner.windows, knobs.passes, before, after)
+        read = refiner.windows
+        yield refiner.replaced(), Refined(len(read), knobs.passes, read.digest, published(read.counts), before, after)

@@ -117,7 +117,7 @@ class Runner:
             text=windows.digest,
             tokens=windows.tokens,
             windows=len(windows),
-            kinds=_published(windows.counts),
+            kinds=published(windows.counts),
             fisher=self.how.fisher,
             dtype=str(self.dtype).removeprefix("torch."),
             hidden_size=self.sizes["D"],
@@ -126,7 +126,7 @@ class Runner:
         )
 
 
-def _published(counts: dict[str, int]) -> dict[str, int]:
+def published(counts: dict[str, int]) -> dict[str, int]:
     """Windows of each kind, without the folders in which a user keeps texts."""
     published: Counter[str] = Counter()
     for name, count in counts.items():
@@ -242,7 +242,7 @@ def calibrate(
         UserError: the source or a text cannot be used. Nothing was written.
         EnvironmentFailure: no room on the disk or in memory, or the Hub cannot be reached.
     """
-    text = CalibText(tuple(calib), calib_windows, calib_window, calib_builtin, chat)
+    text = CalibText(calib, calib_windows, calib_window, calib_builtin, chat)
     how = Calibration(text, fisher, offload, batch_size, device, dtype)
     if text.weights_only:
         raise UserError("--calib none is for convert: there is nothing to calibrate on")

@@ -22,7 +22,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, cycle, islice
 from typing import TYPE_CHECKING, Any
@@ -66,13 +66,15 @@ class CalibText:
         UserError: a number is out of range, or the texts contradict each other.
     """
 
-    texts: tuple[str, ...] = ()
+    texts: Sequence[str] = ()
     windows: int = 64
     window: int | None = None
     builtin: bool = True
     chat: bool = False
 
     def __post_init__(self) -> None:
+        # A single name is no sequence of letters.
+        object.__setattr__(self, "texts", (self.texts,) if isinstance(self.texts, str) else tuple(self.texts))
         if self.windows < 1:
             raise UserError(f"{self.windows} calibration windows are not possible; ask for at least 1")
         if self.window is not None and self.window < 2:

@@ -45,7 +45,7 @@ def test_inspect_fetches_headers_only(src, tmp_path):
 def test_convert_downloads_once_and_then_works_offline(src, tmp_path):
     convert_gqa(src, tmp_path / "local", kv_heads=2, method="mean")
     with local_hub(src) as (endpoint, log):
-        args = ("convert", "gqa", "tiny/model", "folded", "--kv-heads", 2, "--revision", "main")
+        args = ("convert", "gqa", "tiny/model", "folded", "--kv-heads", 2, "--method", "mean", "--revision", "main")
         result = kvfold(endpoint, tmp_path, *args)
         assert result.returncode == 0, result.stderr
         fetched = {name for method, name, _ in log if method == "GET"}

@@ -55,7 +55,7 @@ def test_every_family(case, inspected):
 def test_qk_norm_and_what_it_means(case, kind, inspected):
     report = inspected(make_model(make_config(case)))
     assert report.qk_norm == kind
-    assert "does not commute" in report.conversions[0].reason
+    assert "does not allow mixing channels" in report.conversions[0].reason
 
 
 def test_rope_of_every_kind(inspected):

@@ -26,7 +26,7 @@ def src(tmp_path):
 def refuse(src, tmp_path, match, error=UserError, **options):
     out = tmp_path / "out"
     with pytest.raises(error, match=match) as caught:
-        convert_gqa(src, out, **{"kv_heads": 2, **options})
+        convert_gqa(src, out, **{"kv_heads": 2, "method": "mean", **options})
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
     assert not out.exists()

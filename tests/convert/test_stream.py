@@ -1,6 +1,7 @@
 """What a conversion writes: complete, in the source's form, hashed, and only what changes is decoded."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -99,8 +100,8 @@ def test_record_tells_recipe_and_true_hashes(src, tmp_path):
     record = json.loads((tmp_path / "a/kvfold.json").read_text())
     assert record["format_version"] == 1
     assert record["recipe"] == {
-        "command": "convert gqa", "kv_heads": 2, "method": "first", "seed": 7, "dtype": None,
-        "max_shard_size": None,
+        "command": "convert gqa", "kv_heads": 2, "method": "first", "grouping": "contiguous", "calibration": None,
+        "refine": None, "seed": 7, "dtype": None, "max_shard_size": None,
     }  # fmt: skip
     assert record["source"]["name"] == "src"  # not the whole path
     assert "model.layers.0.self_attn.k_proj.weight" in record["computed"]
@@ -309,6 +310,12 @@ def test_full_disk_is_told_before_the_work(src, tmp_path, monkeypatch):
 
 def test_progress_reaches_its_total(src, tmp_path):
     seen = []
-    report = convert_gqa(src, tmp_path / "out", kv_heads=2, progress=lambda done, total: seen.append((done, total)))
+
+    @contextmanager
+    def progress(label):
+        assert label == "writing"
+        yield lambda done, total: seen.append((done, total))
+
+    report = convert_gqa(src, tmp_path / "out", kv_heads=2, method="mean", progress=progress)
     assert seen[-1] == (report.bytes, report.bytes)
     assert seen == sorted(seen)
