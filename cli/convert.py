@@ -29,10 +29,16 @@ def convert() -> None:
 @click.option("--calib-batch-size", type=options.count, default=1, show_default=True, help="Windows at a time.")
 @click.option("--calib-dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Calibrate in it.")
 @click.option("--stats", type=click.Path(path_type=Path), help="Statistics of kvfold calibrate.  [made, and cached]")
-@click.option("--refine", type=options.count, default=0, metavar="WINDOWS", help="Refine on so many windows of text.")
+@click.option(
+    "--refine",
+    type=options.count,
+    default=0,
+    metavar="WINDOWS",
+    help="Repair layers on so many windows; try 64.  [off]",
+)
 @click.option("--refine-passes", type=options.count, default=3, show_default=True, help="Passes over those windows.")
 @options.device
-@click.option("--seed", type=options.count, default=0, show_default=True, help="For methods that draw random numbers.")
+@click.option("--seed", type=options.count, default=0, show_default=True, help="For --method random.")
 @click.option("--dtype", type=click.Choice(FLOATS), help="Of the result's weights.  [the source's own]")
 @click.option("--max-shard-size", type=options.Size(), help="Such as 5GB.  [sharded as the source]")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at OUT, once the new one is whole.")

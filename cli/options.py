@@ -68,7 +68,9 @@ _CALIBRATION = (
         help="Do not mix the built-in text into the text of --calib.",
     ),
     click.option("--chat", is_flag=True, help="Calibrate on the text as the tokenizer's chat template renders it."),
-    click.option("--no-fisher", "fisher", flag_value=False, default=True, help="Forward passes only: half the time."),
+    click.option(
+        "--no-fisher", "fisher", flag_value=False, default=True, help="Forward passes only: less time, worse merges."
+    ),
     click.option("--offload", is_flag=True, help="Hold one layer in memory at a time, for models that do not fit."),
 )
 

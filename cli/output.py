@@ -66,7 +66,7 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _say(key: str, value: Any) -> str:
-    if value is None or (isinstance(value, list | tuple) and not value):
+    if value is None or (isinstance(value, str | list | tuple) and not value):
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
