@@ -62,9 +62,16 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto", 
             ignore_mismatched_sizes=True,  # so that they come back by name; they are refused below
         )
     _refuse_mismatch(model, loaded, info)
-    if loaded.dtype == torch.float64 and hasattr(loaded, "set_experts_implementation"):
-        loaded.set_experts_implementation("eager")  # the default's grouped product has no fp64
+    allow_dtype(loaded, loaded.dtype)
     return loaded
+
+
+def allow_dtype(model, dtype) -> None:
+    """Let a model run in a torch dtype that its experts' default, a grouped product, does not have: fp64."""
+    import torch
+
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
 
 
 def load_tokenizer(model: str | Path, *, revision: str | None = None):

@@ -36,6 +36,13 @@ def torch_dtype(dtype: str) -> torch.dtype:
     return getattr(torch, FLOATS[dtype])
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """A tensor's elements as they stand in a file."""
+    import torch
+
+    return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether no element is NaN or Inf. Extremes carry both and take a tenth of the time of `isfinite`."""
     import torch
@@ -101,9 +108,7 @@ class Checkpoint:
     def pieces(self, info: TensorInfo) -> Iterator[memoryview]:
         """The tensor's bytes in chunks; a chunk is valid until the next one is asked for."""
         if info.shard.endswith(".bin"):
-            import torch
-
-            whole = memoryview(self._stored(info).contiguous().reshape(-1).view(torch.uint8).numpy())
+            whole = bytes_of(self._stored(info))
             yield from (whole[at : at + CHUNK] for at in range(0, len(whole), CHUNK))
             return
         buffer = memoryview(bytearray(min(CHUNK, info.nbytes)))

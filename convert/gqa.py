@@ -87,7 +87,7 @@ def convert_gqa(
     method: str = "svd",
     grouping: str = "contiguous",
     calib: Sequence[str] = (),
-    calib_windows: int = 64,
+    calib_windows: int = CalibText.windows,
     calib_window: int | None = None,
     calib_builtin: bool = True,
     chat: bool = False,
@@ -118,9 +118,9 @@ def convert_gqa(
         grouping: which heads form a group: neighbours (`contiguous`), or those that lose least together (`similar`).
         calib, calib_windows, calib_window, calib_builtin, chat: the text of calibration and refinement, see
             `calibration.text.CalibText`. `("none",)` merges by weights alone.
-        fisher, offload, calib_dtype, calib_batch_size, device: see `calibration.calibrate.Calibration`.
+        fisher, offload, calib_dtype, calib_batch_size, device: see `calibration.knobs.Calibration`.
         stats: a file of `calibrate` to use; one in the cache if None, made at the first conversion.
-        refine, refine_passes: windows of text to refine the result on, and passes over them; see `refine.refine`.
+        refine, refine_passes: windows of text to refine on, and passes over them; see `refine.refine_layers`.
         seed: for methods that draw random numbers.
         dtype: of the result's floating-point tensors; the source's own if None.
         max_shard_size: bytes a shard; the source's own sharding if None.
@@ -256,7 +256,7 @@ def _plan(
     stored = source.checkpoint.tensors
     target = FAMILIES[source.family.becomes or source.family.name]
     sizes, terms = Sizes(source.config), merges.terms
-    outputs = {}
+    outputs = []
     for promise in target.promises(source.config, stored, kv_heads).values():
         infos = _origins(promise, stored, sizes, merges)
         if promise.weight.rule == "drop" or not infos:
@@ -279,12 +279,9 @@ def _plan(
             make = _transpose
         if make and (bad := next((info for info in infos if info.dtype not in FLOATS), None)):
             raise UserError(f"tensor {bad.name} is {bad.dtype}; only {', '.join(FLOATS)} can be computed with")
-        # By the first of the sources, so that each tensor comes once, and in the source's order.
-        outputs[infos[0].name, promise.name] = Output(
-            promise.name, _cast(infos[0].dtype, dtype), promise.shape, infos, make
-        )
+        outputs.append(Output(promise.name, _cast(infos[0].dtype, dtype), promise.shape, infos, make))
     order = {name: position for position, name in enumerate(stored)}
-    return [outputs[key] for key in sorted(outputs, key=lambda key: order[key[0]])]
+    return sorted(outputs, key=lambda output: order[output.sources[0].name])
 
 
 def _merge(tensors: list[torch.Tensor], *, merges: LayerMerges, layer: int, **where: Any) -> torch.Tensor:

@@ -131,14 +131,13 @@ class _Refiner:
         self.names = full_names({name: promise for name, promise in promised.items() if name in self.outputs})
         # Training wants fp32, whatever the source is run in; one layer at a time, it costs little.
         self.dtype = torch.promote_types(runner.dtype, torch.float32)
-        read = model_reader(self.family, self.names, self._read, runner.sizes["E"] if self.family.in_memory else 0)
+        read = model_reader(self.family, self.names, self._read, runner.experts)
         self.teacher = runner.model(self.dtype)
         self.student = LayeredModel(target, self.family.layers, read, dtype=self.dtype, device=runner.device)
         self.attention = projections(self.family, runner.sizes)["O"].module.rpartition(".")[0] + "."
-        windows = runner.windows(knobs.windows)
-        self.windows = windows
-        self.batches = runner.share(windows).batches(knobs.batch_size)
-        counts = [len(share.batches(knobs.batch_size)) for share in runner.shares(windows)]
+        self.windows = runner.windows(knobs.windows)
+        self.batches = runner.share(self.windows).batches(knobs.batch_size)
+        counts = [len(share.batches(knobs.batch_size)) for share in runner.shares(self.windows)]
         # Every process takes as many steps as the one with most batches, or some would wait for ever.
         self.steps_a_pass, self.learners = max(counts), sum(count > 0 for count in counts)
         shapes = [tuple(ids.shape) for ids in self.batches]

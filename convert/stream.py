@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.errors import UserError
 from ..common.progress import Progress
-from .checkpoint import CHUNK, INDEX, Checkpoint, is_finite, torch_dtype
+from .checkpoint import CHUNK, INDEX, Checkpoint, bytes_of, is_finite, torch_dtype
 from .headers import ITEM_BYTES, TensorInfo, pack_header
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class _Shard:
                 if out.is_copy:
                     self._copy(file, out.sources[0])
                 else:
-                    self._write(file, _bytes_of(compute(out, self.checkpoint, buffer)))
+                    self._write(file, bytes_of(compute(out, self.checkpoint, buffer)))
                 self.advance(out.nbytes)
 
     def _write(self, file: FileIO, data: bytes | memoryview) -> None:
@@ -137,12 +137,6 @@ def compute(out: Output, checkpoint: Checkpoint, buffer: memoryview | None = Non
     if not is_finite(cast):
         raise UserError(f"tensor {out.name} overflows {cast.dtype}; choose another --dtype".replace("torch.", ""))
     return cast
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    import torch
-
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def split_by_size(outputs: Iterable[Output], limit: int) -> list[list[Output]]:

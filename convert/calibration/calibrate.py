@@ -82,6 +82,11 @@ class Runner:
         named = {"auto": torch.float32 if kind == "cpu" else torch_dtype(stored), "checkpoint": torch_dtype(stored)}
         self.dtype = named[how.dtype] if how.dtype in named else getattr(torch, how.dtype)
 
+    @property
+    def experts(self) -> int:
+        """How many experts a layer has, where transformers joins in memory what the checkpoint holds apart."""
+        return self.sizes["E"] if self.source.family.in_memory else 0
+
     def windows(self, count: int | None = None) -> Windows:
         """The windows of the calibration text: as many as `how` says, or as are asked for."""
         text = self.how.text if count is None else replace(self.how.text, windows=count)
@@ -103,8 +108,7 @@ class Runner:
     def model(self, dtype: torch.dtype | None = None) -> LayeredModel:
         """The source, its layers not yet loaded."""
         family = self.source.family
-        experts = self.sizes["E"] if family.in_memory else 0
-        read = model_reader(family, full_names(self.promised), self.read, experts)
+        read = model_reader(family, full_names(self.promised), self.read, self.experts)
         config = self.source.config.full
         if any(promise.weight.rule == "untied" for promise in self.promised.values()):
             config = deepcopy(config)  # a head that is stored counts, whatever the config says; so in transformers
@@ -190,8 +194,7 @@ def _collect_to(
         writer = None
         if is_main_process():
             writer = stack.enter_context(statistics_file(path, about, overwrite=overwrite, wait=wait))
-        shown = progress if is_main_process() else silent
-        advance = stack.enter_context(shown("calibrating"))
+        advance = stack.enter_context(progress("calibrating"))
         collect(
             runner.model(),
             batches,

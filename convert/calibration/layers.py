@@ -19,6 +19,7 @@ from accelerate.utils import set_module_tensor_to_device
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from ...common.loading import allow_dtype
 from ...common.sources import quiet
 from .reader import Read
 
@@ -53,8 +54,7 @@ class LayeredModel:
         with quiet(), init_empty_weights(include_buffers=False):
             # Made with the process's default dtype, its tables would be rounded to a narrow one.
             self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        if dtype == torch.float64 and hasattr(self.model, "set_experts_implementation"):
-            self.model.set_experts_implementation("eager")  # the default's grouped product has no fp64
+        allow_dtype(self.model, dtype)
         self.config, self.prefix, self.dtype, self.device = config, layers, dtype, device
         self._read = read
         stack = self.model.get_submodule(layers.rstrip("."))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...common.atomic import check_room, output_file
 from ...common.errors import UserError
-from ..checkpoint import is_finite
+from ..checkpoint import bytes_of, is_finite
 from ..headers import ITEM_BYTES, pack_header, read_header
 from .statistics import LayerStatistics
 
@@ -109,10 +109,6 @@ class StatisticsWriter:
         while data:
             count = os.pwrite(self.file.fileno(), data, at)
             at, data = at + count, data[count:]
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def hash_of(data: memoryview) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def merge_stored(
 
     if len(tensors) > 1:
         assert group is not None
-        return _fold(torch.stack(list(tensors)), partial(merge.fold, term="G", group=group, name=name))[0]
+        return merge.fold(_widened(torch.stack(list(tensors))), "G", group, name)[0]
     (tensor,) = tensors
     for dim, axis in enumerate(shape):
         if touches([axis], merge, sizes):
@@ -140,13 +139,11 @@ def _merge_axis(
     for group, indices in enumerate(members(merge.groups, term, sizes)):
         # One group at a time: small buffers are used again, large ones come back from the system.
         part = heads[indices[0] : indices[-1] + 1] if indices[-1] - indices[0] < len(indices) else heads[indices]
-        result[group * share : (group + 1) * share] = _fold(
-            part, partial(merge.fold, term=term, group=group, name=name)
-        )
+        result[group * share : (group + 1) * share] = merge.fold(_widened(part), term, group, name)
     return result.flatten(0, 1).movedim(0, dim)  # [..., n * d, ...]
 
 
-def _fold(heads: torch.Tensor, fold: partial[torch.Tensor]) -> torch.Tensor:
+def _widened(heads: torch.Tensor) -> torch.Tensor:
     import torch
 
-    return fold(heads.to(torch.float32 if heads.dtype.itemsize == 2 else torch.float64))
+    return heads.to(torch.float32 if heads.dtype.itemsize == 2 else torch.float64)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from torch import Tensor
 
-from kvfold.convert.merge.mixing import GroupMoments, Mixing, layer_moments
+from kvfold.convert.merge.mixing import GroupMoments, Mixing, layer_moments, whole_heads
 from kvfold.convert.rotary import Rotary
 
 D, HEAD_DIM = 40, 8
@@ -18,6 +19,8 @@ ROTARIES = {
     "part": Rotary((0, 1), (2, 3), (4, 5, 6, 7)),
     "none": Rotary((), (), tuple(range(8))),
 }
+rotaries = pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES)
+MEAN = whole_heads(torch.full((3,), 1 / 3, dtype=torch.float64), HEAD_DIM)
 
 
 def randn(seed: int, *shape: int) -> Tensor:

@@ -15,13 +15,12 @@ from kvfold.convert.merge.mixing import (
     loss,
     polar,
     unit,
-    whole_heads,
 )
 
 from .heads import (
     EXACT,
     HEAD_DIM,
-    ROTARIES,
+    MEAN,
     D,
     composed,
     randn,
@@ -32,10 +31,8 @@ from .heads import (
     random_moments,
     read_back,
     rope,
+    rotaries,
 )
-
-rotaries = pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES)
-MEAN = whole_heads(torch.full((3,), 1 / 3, dtype=torch.float64), HEAD_DIM)
 
 
 def random_turns(seed, heads, rotary):

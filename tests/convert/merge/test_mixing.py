@@ -31,9 +31,8 @@ from .heads import (
     random_moments,
     read_back,
     rope,
+    rotaries,
 )
-
-rotaries = pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES)
 
 
 def random_maps(seed, heads, rotary):

@@ -20,7 +20,7 @@ from kvfold.convert.merge.svd import svd
 from .heads import (
     EXACT,
     HEAD_DIM,
-    ROTARIES,
+    MEAN,
     D,
     composed,
     randn,
@@ -31,10 +31,9 @@ from .heads import (
     random_moments,
     read_back,
     rope,
+    rotaries,
 )
 
-rotaries = pytest.mark.parametrize("rotary", ROTARIES.values(), ids=ROTARIES)
-MEAN = whole_heads(torch.full((3,), 1 / 3, dtype=torch.float64), HEAD_DIM)
 FIRST = whole_heads(torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64), HEAD_DIM)
 
 
