@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -57,6 +58,8 @@ class Workers:
                 f"{promised} processes were promised and {found} found each other{why}; launch with torchrun "
                 f"--nproc_per_node {promised}, or unset WORLD_SIZE"
             )
+        # Threads of the group that outlive the interpreter can abort a process that has done all its work.
+        atexit.register(state.destroy_process_group)
         self.rank, self.size = state.process_index, state.num_processes
         if not on_cpu:
             self.device = str(state.device)
