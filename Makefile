@@ -8,7 +8,7 @@ JOBS ?= 2
 INSTALLED := $(VENV)/.kvfold-installed
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test style quality real bench
+.PHONY: setup demo test style quality real engines bench
 
 setup: $(INSTALLED)
 
@@ -36,6 +36,10 @@ quality: setup
 # python -m kvfold.recipes.real.smollm2
 real: setup
 	$(BIN)/python -m kvfold.recipes.real.smollm2 --only mean --only svd --calib-windows 16 --max-windows 8
+
+# vLLM and llama.cpp on the CPU, each in an environment of its own in kvfold's cache (2.7 GB); can be stopped and resumed.
+engines: setup
+	$(BIN)/python -m kvfold.recipes.engines
 
 bench: setup
 	$(BIN)/python -m kvfold.recipes.bench.convert

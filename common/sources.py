@@ -10,6 +10,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,9 @@ from .errors import EnvironmentFailure, KvfoldError, UserError, did_you_mean
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _GGUF_MAGIC = b"GGUF"
+# What the names of kvfold's own model types begin with, and the module that adds them to transformers: by name, as it
+# stands a floor above.
+_OWN_TYPES = {"mla_": "kvfold.attention.plain"}
 _COUNTS = frozenset(
     {"num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"}
     | {"n_layer", "n_embd", "n_head"}
@@ -101,6 +105,13 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
+def add_own_types(kind: str) -> None:
+    """Make a model type known to transformers, if it is one of ours."""
+    for prefix, module in _OWN_TYPES.items():
+        if kind.startswith(prefix):
+            import_module(module)
+
+
 def read_config(folder: Path) -> Any:
     """The transformers config of a local checkpoint, defaults filled in.
 
@@ -112,7 +123,8 @@ def read_config(folder: Path) -> Any:
     raw = read_raw_config(folder)
     with quiet():
         from transformers import CONFIG_MAPPING, AutoConfig, __version__
-    if (kind := raw["model_type"]) not in CONFIG_MAPPING:
+    add_own_types(kind := raw["model_type"])
+    if kind not in CONFIG_MAPPING:
         if "auto_map" in raw:
             raise UserError(f"{folder} brings its own code ({kind}); kvfold runs stock transformers models only")
         near = did_you_mean(kind, CONFIG_MAPPING)

@@ -113,3 +113,46 @@ def account(family: Family, config: Any, stored: Mapping[str, TensorInfo]) -> di
         if name not in stored and not promise.optional:
             raise UserError(f"tensor {name} is missing; {model} needs it")
     return {name: promised[name] for name in stored}
+
+
+def latent_obstacle(family: Family, config: Any) -> str | None:
+    """Why a model cannot be converted to MLA in any form, or None; `obstacle` comes first."""
+    if family.rope == "none":
+        return f"a {family.name} model has no RoPE: its positions are learnt, and no frequency can be kept"
+    if getattr(config, "attn_logit_softcapping", None):
+        return (
+            "it caps its attention logits (attn_logit_softcapping), which no MLA class does; keep heads instead, with "
+            "kvfold convert gqa"
+        )
+    if reason := channel_obstacle(family, config):
+        return f"{reason} does not allow mixing channels; keep heads instead, with kvfold convert gqa --method mean"
+    if not family.latent:
+        known = ", ".join(name for name, row in FAMILIES.items() if row.latent)
+        return f"the MLA form of a {family.name} model is not built; it is for {known}"
+    if _slides(config):
+        return f"its sliding window of {config.sliding_window} tokens has no place in the engines' MLA classes"
+    return None
+
+
+def _slides(config: Any) -> bool:
+    """Whether any layer looks back over a window only."""
+    if not getattr(config, "sliding_window", None):
+        return False
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return "sliding_attention" in kinds
+    return getattr(config, "use_sliding_window", True) is not False
+
+
+def check_latent(source: Source, form: str) -> None:
+    """Check that a source can be converted to a form of MLA, before a tensor is looked at.
+
+    Raises:
+        UserError: says what is in the way, and what else can be done.
+    """
+    if reason := obstacle(source.config) or latent_obstacle(source.family, source.config.full):
+        raise UserError(f"{source.name} cannot be converted to MLA: {reason}")
+    if form != "plain" and source.family.latent != "stock":
+        raise UserError(
+            f"{source.name} cannot be held by DeepSeek's classes: its norm is a LayerNorm; use --form plain"
+        )

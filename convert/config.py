@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..common.sources import quiet, read_config, read_raw_config
-from .families import FAMILIES
+from ..common.sources import add_own_types, quiet, read_config, read_raw_config
+from .latent_families import KNOWN
 
 # The attributes that decide which tensors there are and how large they are. Any other one that config.json does
 # not name counts as absent, though transformers might have a default for it.
@@ -20,6 +20,7 @@ _ASKED = frozenset(
     {"num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"}
     | {"intermediate_size", "moe_intermediate_size", "num_local_experts", "num_experts", "max_position_embeddings"}
     | {"tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "use_qkv_bias", "initializer_range"}
+    | {"kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "mla_bias"}
     | {"qk_layernorm", "use_qk_norm", "use_parallel_residual", "mlp_only_layers", "decoder_sparse_step", "n_inner"}
 )
 
@@ -37,7 +38,7 @@ class StoredConfig:
     def __init__(self, folder: Path):
         self.folder = folder
         self.raw = read_raw_config(folder)
-        row = FAMILIES.get(self.raw["model_type"])
+        row = KNOWN.get(self.raw["model_type"])
         self._spelling: Mapping[str, str] = row.spelling if row else {}
 
     @cached_property
@@ -62,4 +63,5 @@ def from_raw(raw: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     with quiet():
+        add_own_types(raw["model_type"])
         return CONFIG_MAPPING[raw["model_type"]].from_dict(raw)

@@ -48,6 +48,8 @@ CONDITIONS: dict[str, Callable[[Any, int, Collection[str]], bool]] = {
     "experts": lambda config, layer, names: _is_sparse(config, layer) and not _is_fused(names),
     "fused_experts": lambda config, layer, names: _is_sparse(config, layer) and _is_fused(names),
     "serial_residual": lambda config, layer, names: not config.use_parallel_residual,
+    "no_q_lora": lambda config, layer, names: config.q_lora_rank is None,
+    "q_lora_bias": lambda config, layer, names: bool(config.q_lora_rank and config.attention_bias),
 }
 
 
@@ -107,7 +109,10 @@ class Family:
         only_kv_heads: the KV head counts that the target architecture can hold; empty for every divisor.
         becomes: the family of the result, where the source's own architecture cannot hold it.
         config: what the result's config says beside the number of KV heads.
+        latent: the forms of multi-head latent attention that it can be converted to: `stock` where DeepSeek's own
+            classes can hold the rest of it, `plain` where only kvfold's can; empty if neither.
         refuses: config attributes with the value that cannot be converted, and why.
+        before: lines of the table that another family has too, and that stand before `tensors`.
         in_memory: names (after the layer's number) that transformers has in memory only, with the stored ones that
             each is made of: end to end, and stacked where the names have the slot `{expert}`.
     """
@@ -124,13 +129,16 @@ class Family:
     only_kv_heads: tuple[int, ...] = ()
     becomes: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
+    latent: str = ""
     refuses: Mapping[str, tuple[bool, str]] = field(default_factory=dict)
     in_memory: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    before: tuple[Weight, ...] = ()
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
         text = self.tensors.replace("~", "model.layers.{layer}.")
-        return tuple(Weight.parse(line) for line in text.splitlines() if line.strip())
+        return (*self.before, *(Weight.parse(line) for line in text.splitlines() if line.strip()))
 
     @cached_property
     def layers(self) -> str:
@@ -199,6 +207,12 @@ _SYMBOLS: dict[str, Callable[[Any], int]] = {
     "H": lambda config: config.num_attention_heads,
     "G": num_key_value_heads,
     "d": head_dim,
+    "r": lambda config: config.kv_lora_rank,
+    "p": lambda config: config.qk_rope_head_dim,
+    "q": lambda config: config.q_lora_rank,
+    "S": lambda config: config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim),
+    "T": lambda config: config.num_attention_heads * (config.qk_nope_head_dim + config.v_head_dim),
+    "U": lambda config: config.num_attention_heads * config.v_head_dim,
 }
 _PRODUCTS = {"Q": ("H", "d"), "O": ("H", "d"), "K": ("G", "d"), "V": ("G", "d")}
 
@@ -429,10 +443,10 @@ _GPT2_SPELLING = {
 }
 
 _ROWS = (
-    Family("llama", _LLAMA),
-    Family("mistral", _PLAIN),
+    Family("llama", _LLAMA, latent="stock"),
+    Family("mistral", _PLAIN, latent="stock"),
     Family("mixtral", _MIXTRAL, in_memory=_MIXTRAL_IN_MEMORY),
-    Family("qwen2", _PLAIN + _QKV_BIAS),
+    Family("qwen2", _PLAIN + _QKV_BIAS, latent="stock"),
     Family("qwen3", _BIASED + _HEAD_NORM, qk_norm="head"),
     Family("qwen3_moe", _QWEN3_MOE, qk_norm="head", in_memory=_QWEN3_MOE_IN_MEMORY),
     Family("gemma", _BIASED, norm="rms+1"),
@@ -446,11 +460,19 @@ _ROWS = (
     ),
     Family("olmo", _OLMO, norm="layer"),
     Family("olmo2", _OLMO2, qk_norm="all", after_attention="mlp"),
-    Family("smollm3", _LLAMA),
+    Family("smollm3", _LLAMA, latent="stock"),
     Family("phi", _PHI, rotary="part", norm="layer", qk_norm="head", qk_norm_if="qk_layernorm"),
-    Family("phi3", _PHI3, rotary="part"),
+    Family("phi3", _PHI3, rotary="part", latent="stock"),
     Family("starcoder2", _STARCODER2, norm="layer"),
-    Family("stablelm", _STABLELM, rotary="part", norm="layer", qk_norm="heads", qk_norm_if="qk_layernorm"),
+    Family(
+        "stablelm",
+        _STABLELM,
+        rotary="part",
+        norm="layer",
+        qk_norm="heads",
+        qk_norm_if="qk_layernorm",
+        latent="plain",
+    ),
     Family("cohere", _COHERE, rope="interleaved", norm="layer", qk_norm="heads", qk_norm_if="use_qk_norm"),
     Family("granite", _LLAMA),
     Family(

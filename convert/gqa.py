@@ -26,7 +26,7 @@ from .merge.layers import LayerMerges
 from .merge.methods import find_method
 from .merge.whole_heads import Knobs
 from .source import Source, open_source
-from .stream import Output
+from .stream import Output, cast
 
 if TYPE_CHECKING:
     import torch
@@ -279,7 +279,7 @@ def _plan(
             make = _transpose
         if make and (bad := next((info for info in infos if info.dtype not in FLOATS), None)):
             raise UserError(f"tensor {bad.name} is {bad.dtype}; only {', '.join(FLOATS)} can be computed with")
-        outputs.append(Output(promise.name, _cast(infos[0].dtype, dtype), promise.shape, infos, make))
+        outputs.append(Output(promise.name, cast(infos[0].dtype, dtype), promise.shape, infos, make))
     order = {name: position for position, name in enumerate(stored)}
     return sorted(outputs, key=lambda output: order[output.sources[0].name])
 
@@ -306,12 +306,6 @@ def _origins(
         slots = [{**promise.slots, "head": heads[promise.slots["head"]]}]
     names = [promise.template.format(**numbers) for numbers in slots]
     return tuple(stored[name] for name in names if name in stored)
-
-
-def _cast(stored: str, wanted: str | None) -> str:
-    if wanted is None or stored not in FLOATS:
-        return stored
-    return next(header for header, name in FLOATS.items() if name == wanted)
 
 
 def _report(

@@ -39,12 +39,11 @@ from .calibration.calibrate import Runner, published
 from .calibration.hidden import LIMIT, HiddenStates
 from .calibration.knobs import RefineKnobs
 from .calibration.layers import LayeredModel
-from .calibration.reader import full_names, model_reader
+from .calibration.result import result_model
 from .checkpoint import is_finite, torch_dtype
-from .config import from_raw
-from .families import FAMILIES
+from .latent_families import KNOWN
 from .projections import projections
-from .stream import Output, compute
+from .stream import Output
 
 FAR = 0.05
 WARMUP = 5  # steps; Adam's second moments are noise before that
@@ -122,19 +121,15 @@ class _Refiner:
 
     def __init__(self, runner: Runner, outputs: list[Output], config: dict[str, Any], knobs: RefineKnobs, folder: Path):
         source = runner.source
-        self.family = FAMILIES[source.family.becomes or source.family.name]
+        self.family = KNOWN[config["model_type"]]
         self.runner, self.knobs, self.folder = runner, knobs, folder
         self.outputs = {output.name: output for output in outputs}
         self.kept: dict[str, str] = {}  # refined tensors, and the files that hold them
-        target = from_raw(config)
-        promised = self.family.promises(target, source.checkpoint.tensors)
-        self.names = full_names({name: promise for name, promise in promised.items() if name in self.outputs})
         # Training wants fp32, whatever the source is run in; one layer at a time, it costs little.
         self.dtype = torch.promote_types(runner.dtype, torch.float32)
-        read = model_reader(self.family, self.names, self._read, runner.experts)
         self.teacher = runner.model(self.dtype)
-        self.student = LayeredModel(target, self.family.layers, read, dtype=self.dtype, device=runner.device)
-        self.attention = projections(self.family, runner.sizes)["O"].module.rpartition(".")[0] + "."
+        self.student, self.names = result_model(runner, outputs, config, self.dtype)
+        self.attention = projections(source.family, runner.sizes)["O"].module.rpartition(".")[0] + "."
         self.windows = runner.windows(knobs.windows)
         self.batches = runner.share(self.windows).batches(knobs.batch_size)
         counts = [len(share.batches(knobs.batch_size)) for share in runner.shares(self.windows)]
@@ -143,9 +138,6 @@ class _Refiner:
         shapes = [tuple(ids.shape) for ids in self.batches]
         size = runner.sizes["D"]
         self.taught, self.learnt, self.targets = (HiddenStates(shapes, size, self.dtype, LIMIT // 3) for _ in range(3))
-
-    def _read(self, name: str) -> Tensor:
-        return compute(self.outputs[name], self.runner.source.checkpoint)
 
     def embed(self) -> None:
         """Fill both streams with what the first layers read."""

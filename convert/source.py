@@ -13,7 +13,8 @@ from ..common.atomic import check_room
 from ..common.sources import one_line_errors, quiet, source_kind
 from .checkpoint import Checkpoint
 from .config import StoredConfig
-from .families import FAMILIES, Family
+from .families import Family
+from .latent_families import KNOWN
 from .sidefiles import hash_files
 
 # What conversion needs of a Hub repository: one kind of weights and everything small.
@@ -48,7 +49,7 @@ class Source:
 
     @property
     def family(self) -> Family:
-        return FAMILIES[self.config.model_type]
+        return KNOWN[self.config.model_type]
 
     def digest(self) -> str:
         """A hash of config and weights as they stand in their files."""

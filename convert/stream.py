@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..common.errors import UserError
 from ..common.progress import Progress
 from .checkpoint import CHUNK, INDEX, Checkpoint, bytes_of, is_finite, torch_dtype
-from .headers import ITEM_BYTES, TensorInfo, pack_header
+from .headers import FLOATS, ITEM_BYTES, TensorInfo, pack_header
 
 if TYPE_CHECKING:
     import torch
@@ -137,6 +137,13 @@ def compute(out: Output, checkpoint: Checkpoint, buffer: memoryview | None = Non
     if not is_finite(cast):
         raise UserError(f"tensor {out.name} overflows {cast.dtype}; choose another --dtype".replace("torch.", ""))
     return cast
+
+
+def cast(stored: str, wanted: str | None) -> str:
+    """The dtype in the header of a tensor that is stored in one; `wanted` is torch's word for that of floats."""
+    if wanted is None or stored not in FLOATS:
+        return stored
+    return next(header for header, name in FLOATS.items() if name == wanted)
 
 
 def split_by_size(outputs: Iterable[Output], limit: int) -> list[list[Output]]:

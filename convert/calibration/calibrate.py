@@ -19,7 +19,7 @@ from ...common.parallel import Workers, is_main_process
 from ...common.progress import Stages, silent
 from ...common.text import HUB, builtin_kinds
 from ..checkpoint import torch_dtype
-from ..checks import account, obstacle
+from ..checks import account, latent_obstacle, obstacle
 from ..families import Sizes
 from ..headers import FLOATS, main_dtype
 from ..projections import projections
@@ -87,6 +87,11 @@ class Runner:
         """How many experts a layer has, where transformers joins in memory what the checkpoint holds apart."""
         return self.sizes["E"] if self.source.family.in_memory else 0
 
+    @property
+    def still(self) -> bool:
+        """Whether gradients at keys without position are taken: where they mean something, see `still`."""
+        return self.how.fisher and latent_obstacle(self.source.family, self.source.config.full) is None
+
     def windows(self, count: int | None = None) -> Windows:
         """The windows of the calibration text: as many as `how` says, or as are asked for."""
         text = self.how.text if count is None else replace(self.how.text, windows=count)
@@ -123,6 +128,7 @@ class Runner:
             windows=len(windows),
             kinds=published(windows.counts),
             fisher=self.how.fisher,
+            still=self.still,
             dtype=str(self.dtype).removeprefix("torch."),
             hidden_size=self.sizes["D"],
             kv_size=self.sizes["K"],
@@ -201,6 +207,7 @@ def _collect_to(
             places,
             emit=writer or (lambda layer, statistics: None),
             fisher=runner.how.fisher,
+            still=runner.still,
             segment=1 if runner.how.offload else None,
             reduce=runner.workers.sum,
             progress=advance,

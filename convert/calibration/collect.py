@@ -24,37 +24,51 @@ from ..projections import Projection
 from .hidden import LIMIT, HiddenStates
 from .layers import LayeredModel
 from .statistics import LayerStatistics, Moment, MomentOfInputs, wide
+from .still import NAME as STILL
+from .still import StillKeys, still_keys
 
 Emit = Callable[[int, LayerStatistics], None]
 
 
 class _Taps:
-    """The sums of one layer, fed by hooks on its key and value projections.
+    """The sums of one layer, fed by hooks on its projections.
 
     They are there before the first window, as a process may have none.
     """
 
-    def __init__(self, number: int, layer: nn.Module, places: dict[str, Projection], device: str, fisher: bool):
-        self.number, self.layer, self.fisher = number, layer, fisher
+    def __init__(
+        self, number: int, layer: nn.Module, places: dict[str, Projection], device: str, fisher: bool, still: bool
+    ):
+        self.number, self.layer, self.fisher, self.still = number, layer, fisher, still
         self.places = {term: places[term] for term in ("K", "V")}
-        key = places["K"]
+        self.query, key = places["Q"], places["K"]
+        self.keys: StillKeys | None = None
         width = layer.get_parameter(f"{key.module}.weight").shape[1 - key.dim]
         # Inputs are summed once for each projection that weighs them, or once if none does.
         self.inputs = {term: MomentOfInputs(width, device) for term in (self.places if fisher else "K")}
         sizes = {term: place.stop - place.start for term, place in self.places.items() if fisher}
-        self.gradients = {term: Moment(size, device) for term, size in sizes.items()}
+        # The two gradients of the keys are stacked, so that their product is there too.
+        self.gradients = {
+            term: Moment(2 * size if still and term == "K" else size, device) for term, size in sizes.items()
+        }
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        handles = [
-            self.layer.get_submodule(module).register_forward_hook(self._hook)
-            for module in {place.module: None for place in self.places.values()}
-        ]
-        try:
+        with ExitStack() as stack:
+            if self.still:
+                attention = self.layer.get_submodule(self.query.module.rpartition(".")[0])
+                self.keys = stack.enter_context(still_keys(attention))
+                self._listen(stack, self.query.module, self._see_query)
+            for module in {place.module: None for place in self.places.values()}:
+                self._listen(stack, module, self._hook)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
+
+    def _listen(self, stack: ExitStack, module: str, hook: Callable[..., Tensor | None]) -> None:
+        stack.callback(self.layer.get_submodule(module).register_forward_hook(hook).remove)
+
+    def _see_query(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        assert self.keys is not None
+        self.keys.query = output[..., self.query.start : self.query.stop]
 
     def _hook(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         here = [term for term, place in self.places.items() if self.layer.get_submodule(place.module) is module]
@@ -75,15 +89,22 @@ class _Taps:
         for term, size in sizes.items():
             place = self.places[term]
             part = wide(gradient[..., place.start : place.stop])
-            self.gradients[term].add(part, size)
             self.inputs[term].add(inputs, part.square().sum(-1))
+            if term == "K" and self.keys is not None:
+                assert self.keys.gradient is not None
+                part = torch.cat([part, wide(self.keys.gradient)], dim=-1)
+            self.gradients[term].add(part, size)
 
     def result(self, reduce: Callable[[Tensor], Tensor]) -> LayerStatistics:
         inputs = torch.stack([moment.mean(reduce) for moment in self.inputs.values()]).mean(0)
         if not inputs.any():  # the loss minds nothing here, so nothing tells directions apart
             inputs = torch.eye(len(inputs)).to(inputs)
         gradients = {term: moment.mean(reduce) for term, moment in self.gradients.items()}
-        return LayerStatistics(inputs, gradients.get("K"), gradients.get("V"))
+        key, value = gradients.get("K"), gradients.get("V")
+        if key is None or not self.still:
+            return LayerStatistics(inputs, key, value)
+        (key, cross), (_, still) = (rows.chunk(2, dim=1) for rows in key.chunk(2))  # [2K, 2K] -> four of [K, K]
+        return LayerStatistics(inputs, key, value, still, cross)
 
 
 def collect(
@@ -93,6 +114,7 @@ def collect(
     *,
     emit: Emit,
     fisher: bool = True,
+    still: bool = True,
     segment: int | None = None,
     reduce: Callable[[Tensor], Tensor] = lambda total: total,
     progress: Progress = lambda done, total: None,
@@ -101,9 +123,10 @@ def collect(
 
     Args:
         batches: token ids, each [B, T].
-        places: the key and value projections, see `projections.projections`.
+        places: the query, key and value projections, see `projections.projections`.
         emit: takes a layer's number and its statistics, on the model's device.
         fisher: whether gradients are wanted.
+        still: whether those at keys without position are wanted too, see `still`.
         segment: layers held at a time; all of them if None.
         reduce: sums a tensor over all processes that run a part of the batches.
         progress: called with the layers of all batches done, and of all passes.
@@ -111,6 +134,9 @@ def collect(
     Raises:
         UserError: a layer gives NaN or Inf.
     """
+    still = still and fisher
+    if still:
+        model.attend(STILL)
     count = len(model.layers)
     size = segment or count
     segments = [range(start, min(start + size, count)) for start in range(0, count, size)]
@@ -137,7 +163,7 @@ def collect(
         with ExitStack() as stack:
             layers = stack.enter_context(model.loaded(numbers))
             taps = [
-                _Taps(number, layer, places, model.device, fisher)
+                _Taps(number, layer, places, model.device, fisher, still)
                 for number, layer in zip(numbers, layers, strict=True)
                 if listen
             ]

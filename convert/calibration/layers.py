@@ -72,6 +72,14 @@ class LayeredModel:
         self._load(self.model, "")
         self.model.tie_weights()
 
+    def attend(self, implementation: str) -> None:
+        """Run with another attention function of transformers."""
+        self.model.set_attn_implementation(implementation)
+        for layer in self.layers:  # no submodules of the model
+            for module in layer.modules():
+                if isinstance(config := getattr(module, "config", None), type(self.config)):
+                    config._attn_implementation = implementation
+
     def _load(self, module: nn.Module, prefix: str) -> None:
         for name, _ in list(module.named_parameters()):
             value = self._read(prefix + name)

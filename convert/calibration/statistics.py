@@ -27,11 +27,16 @@ class LayerStatistics:
         key_fisher, value_fisher: E[g g^T] of the gradients of the token-summed cross entropy with respect to the
             outputs of the key and value projections (before RoPE), [K, K]: the empirical Fisher information, with
             tokens weighted by |k|^2 and by |v|^2. None where only forward passes were made.
+        still_fisher, still_cross: E[s s^T] and E[g s^T], [K, K], of the gradients s that keys would get if they did not
+            turn (see `still`), with tokens weighted by |k|^2. None where only forward passes were made, or where still
+            keys mean nothing.
     """
 
     inputs: Tensor
-    key_fisher: Tensor | None
-    value_fisher: Tensor | None
+    key_fisher: Tensor | None = None
+    value_fisher: Tensor | None = None
+    still_fisher: Tensor | None = None
+    still_cross: Tensor | None = None
 
 
 def wide(rows: Tensor) -> Tensor:

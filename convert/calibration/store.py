@@ -25,7 +25,7 @@ from ..checkpoint import bytes_of, is_finite
 from ..headers import ITEM_BYTES, pack_header, read_header
 from .statistics import LayerStatistics
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _METADATA = "kvfold"
 
 
@@ -38,7 +38,7 @@ class About:
         text: hash of the token ids.
         tokens, windows: how many the model read.
         kinds: windows of each kind of text.
-        fisher: whether gradients were taken.
+        fisher, still: whether gradients were taken, and those at keys without position.
         dtype: that the model ran in.
         hidden_size, kv_size, num_hidden_layers: D, G*d and L.
     """
@@ -49,11 +49,18 @@ class About:
     windows: int
     kinds: dict[str, int]
     fisher: bool
+    still: bool
     dtype: str
     hidden_size: int
     kv_size: int
     num_hidden_layers: int
     format_version: int = FORMAT_VERSION
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors of a layer, by their names in `LayerStatistics`."""
+        fishers = ["key_fisher", "value_fisher"] if self.fisher else []
+        return ["inputs", *fishers, *(["still_fisher", "still_cross"] if self.still else [])]
 
     @property
     def key(self) -> str:
@@ -62,12 +69,12 @@ class About:
 
     def tensors(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Name, dtype and shape of everything in the file, in its order."""
-        table: list[tuple[str, str, tuple[int, ...]]] = []
-        for layer in range(self.num_hidden_layers):
-            table.append((f"layers.{layer}.inputs", "F32", (self.hidden_size + 1, self.hidden_size + 1)))
-            if self.fisher:
-                shape = (self.kv_size, self.kv_size)
-                table += [(f"layers.{layer}.{name}_fisher", "F32", shape) for name in ("key", "value")]
+        sizes = {name: self.hidden_size + 1 if name == "inputs" else self.kv_size for name in self.names}
+        table = [
+            (f"layers.{layer}.{name}", "F32", (size, size))
+            for layer in range(self.num_hidden_layers)
+            for name, size in sizes.items()
+        ]
         layers, hashed = (self.num_hidden_layers,), (len(table),)
         return [*table, ("hashes", "I64", hashed), ("effective_ranks", "I32", layers)]
 
@@ -91,16 +98,15 @@ class StatisticsWriter:
         file.truncate(at)
 
     def __call__(self, layer: int, statistics: LayerStatistics) -> None:
-        for name in ("inputs", "key_fisher", "value_fisher"):
-            if (tensor := getattr(statistics, name)) is not None:
-                if not is_finite(kept := tensor.float()):
-                    raise UserError(
-                        f"layer {layer} has NaN or Inf in its activations or gradients ({name}); calibrate in a wider "
-                        "dtype, or mend the source"
-                    )
-                full, data = f"layers.{layer}.{name}", bytes_of(kept)
-                self._write(full, data)
-                self._write("hashes", bytes_of(torch.tensor([hash_of(data)])), skip=8 * self.order[full])
+        for name in self.about.names:
+            if not is_finite(kept := getattr(statistics, name).float()):
+                raise UserError(
+                    f"layer {layer} has NaN or Inf in its activations or gradients ({name}); calibrate in a wider "
+                    "dtype, or mend the source"
+                )
+            full, data = f"layers.{layer}.{name}", bytes_of(kept)
+            self._write(full, data)
+            self._write("hashes", bytes_of(torch.tensor([hash_of(data)])), skip=8 * self.order[full])
         rank = torch.tensor([effective_rank(statistics.inputs)], dtype=torch.int32)
         self._write("effective_ranks", bytes_of(rank), skip=4 * layer)
 
@@ -182,9 +188,8 @@ class Statistics:
         Raises:
             UserError: they are not what was written.
         """
-        names = ("inputs", "key_fisher", "value_fisher") if self.about.fisher else ("inputs",)
-        tensors = {name: self._read(f"layers.{number}.{name}").to(device).double() for name in names}
-        return LayerStatistics(tensors["inputs"], tensors.get("key_fisher"), tensors.get("value_fisher"))
+        names = self.about.names
+        return LayerStatistics(**{name: self._read(f"layers.{number}.{name}").to(device).double() for name in names})
 
     def is_whole(self) -> bool:
         """Whether the file still holds what was written."""

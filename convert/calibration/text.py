@@ -136,6 +136,10 @@ class Windows:
         """The first so many windows, which are mixed as all of them are."""
         return Windows(self.ids[:number], self.kinds[:number])
 
+    def after(self, number: int) -> Windows:
+        """The windows after the first so many; all of them where there are no more."""
+        return Windows(self.ids[number:], self.kinds[number:]) if number < len(self) else self
+
     def batches(self, size: int) -> list[Tensor]:
         """All windows as batches [B, S], B at most `size`: those of one length together, nothing padded.
 

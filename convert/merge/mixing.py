@@ -71,19 +71,20 @@ def layer_moments(
     Raises:
         UserError: a moment is not finite.
     """
-    inputs = None if inputs is None else _with_ridge(inputs)
+    inputs = None if inputs is None else inputs + ridge(inputs)
     moments = []
     for rows in (keys.flatten(0, 1), values.flatten(0, 1)):  # [G*d, D+1]
         moment = (rows if inputs is None else rows @ inputs) @ rows.mT
         check_finite(moment)
         moments.append(moment)
     whole = torch.eye(len(moments[0])).to(moments[0])
-    return GroupMoments(*moments, *(whole if f is None else _with_ridge(f) for f in (key_fisher, value_fisher)))
+    return GroupMoments(*moments, *(whole if f is None else f + ridge(f) for f in (key_fisher, value_fisher)))
 
 
-def _with_ridge(moment: Tensor) -> Tensor:
+def ridge(moment: Tensor) -> Tensor:
+    """What every coordinate of a moment [n, n] gets on top, as a diagonal matrix; see `RIDGE`."""
     diagonal = moment.diagonal()
-    return moment + torch.diag(RIDGE * diagonal.maximum(DEAD * diagonal.mean()))
+    return torch.diag(RIDGE * diagonal.maximum(DEAD * diagonal.mean()))
 
 
 def group_moments(layer: GroupMoments, heads: Sequence[int], head_dim: int) -> GroupMoments:

@@ -1,0 +1,1 @@
+"""Multi-head or grouped-query attention -> multi-head latent attention (MLA)."""

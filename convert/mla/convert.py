@@ -1,0 +1,395 @@
+"""MHA or GQA -> MLA: the plain form of a source, refined if asked for, and exported to the stock form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...common.errors import UserError, did_you_mean
+from ...common.kvcache import cached_tokens, kv_elements
+from ...common.parallel import is_main_process
+from ...common.progress import Stages, silent
+from ..calibration.reader import tensor_reader
+from ..calibration.text import NO_TEXT, CalibText
+from ..checks import account, check_latent
+from ..demands import check_engine
+from ..directory import check_paths, lay_out, write_directory
+from ..families import Promise, Sizes
+from ..headers import FLOATS, ITEM_BYTES, TensorInfo, main_dtype
+from ..latent_families import KNOWN, PREFIX
+from ..request import rehearse, request
+from ..rotary import rotary_of
+from ..source import Source, open_source
+from ..stream import Output
+from .budget import Choice, Room, choices
+from .rotation import SELECTS
+
+if TYPE_CHECKING:
+    from ..calibration.store import Statistics
+    from .layers import LayerFactors
+    from .stock import Stock
+
+FORMS = ("deepseek_v3", "plain")
+WEIGHTS_ONLY = "factored by weights alone, which loses far more than need be; leave --calib none out"
+
+
+@dataclass(frozen=True)
+class MlaReport:
+    """What a conversion to MLA did, or would do.
+
+    `kv_elements_per_token_per_layer` and `kv_bytes_per_token` (over all layers, in the checkpoint's dtype) are of the
+    result, the `source_` ones of the source, the `unpadded_` one of the result without padding to an engine's shape.
+    `bytes` counts the weights.
+
+    `rope_select`, `qk_rope_head_dim` and `kv_lora_rank` are what was chosen; where it was searched for, `search_loss` is
+    its loss in nats a token on `search_windows` windows not calibrated on, and `search` has every choice's. A dry run
+    chooses the first that fits.
+
+    `stats` is the file of statistics that was used, made of `calib_tokens` tokens; empty where none was. Where the
+    result was refined, `layer_errors_before` and `layer_errors_after` say how far each layer was from the source, see
+    `refine.Refined`.
+    """
+
+    model: str
+    source: str
+    family: str
+    form: str
+    readable_by: list[str]
+    num_attention_heads: int
+    source_num_key_value_heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None
+    rope_select: str
+    source_kv_elements_per_token_per_layer: int
+    unpadded_kv_elements_per_token_per_layer: int
+    kv_elements_per_token_per_layer: int
+    source_kv_bytes_per_token: int
+    kv_bytes_per_token: int
+    kv_ratio: float
+    dtype: str
+    shards: int
+    bytes: int
+    tensors_computed: int
+    tensors_copied: int
+    tensors_dropped: list[str]
+    files_left_out: list[str]
+    dry_run: bool
+    stats: str = ""
+    calib_tokens: int = 0
+    calib_kinds: dict[str, int] = field(default_factory=dict)
+    search_windows: int = 0
+    search_loss: float | None = None
+    search: list[dict[str, Any]] = field(default_factory=list)
+    refine_windows: int = 0
+    refine_passes: int = 0
+    refine_text: str = ""
+    refine_kinds: dict[str, int] = field(default_factory=dict)
+    layer_errors_before: list[float] = field(default_factory=list)
+    layer_errors_after: list[float] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def convert_mla(
+    src: str | Path,
+    out: str | Path,
+    *,
+    kv_rank: int | None = None,
+    rope_dim: int | None = None,
+    kv_elements: int | None = None,
+    kv_ratio: float | None = None,
+    rope_select: str = "auto",
+    search_windows: int = 8,
+    q_rank: int | None = None,
+    form: str = "deepseek_v3",
+    readers: Sequence[str] = ("transformers",),
+    pad_to_engine: bool = False,
+    large_eps: bool | None = None,
+    calib: Sequence[str] = (),
+    calib_windows: int = CalibText.windows,
+    calib_window: int | None = None,
+    calib_builtin: bool = True,
+    chat: bool = False,
+    fisher: bool = True,
+    offload: bool = False,
+    stats: str | Path | None = None,
+    refine: int = 0,
+    refine_passes: int = 3,
+    device: str = "auto",
+    calib_dtype: str = "auto",
+    calib_batch_size: int = 1,
+    dtype: str | None = None,
+    max_shard_size: int | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    hash: bool = True,
+    revision: str | None = None,
+    progress: Stages = silent,
+) -> MlaReport:
+    """Convert a checkpoint to multi-head latent attention, which caches `kv_rank + rope_dim` numbers a token and layer.
+
+    Args:
+        src: a checkpoint directory, a GGUF file, or a Hub id.
+        out: the directory to create; it appears whole or not at all.
+        kv_rank, rope_dim, kv_elements, kv_ratio: see `budget.choices`.
+        rope_select: which frequencies keep their rotation, one of `rotation.SELECTS`; or `auto`: whatever loses least.
+        search_windows: windows of text, not calibrated on, to choose on where several choices fit.
+        q_rank: rank of the queries, for a smaller model; they stay as they are if None.
+        form: one of `FORMS`: stock DeepSeek-V3, or kvfold's own class for training.
+        readers: engines that must read the stock form right, of `demands.ENGINES`.
+        pad_to_engine: with zeros to a shape that serving kernels take.
+        large_eps: see `stock.export`.
+        calib, calib_windows, calib_window, calib_builtin, chat: the text, see `calibration.text.CalibText`. `("none",)`
+            factors by weights alone.
+        fisher, offload, calib_dtype, calib_batch_size, device: see `calibration.knobs.Calibration`.
+        stats: a file of `calibrate` to use; one in the cache if None, made at the first conversion.
+        refine, refine_passes: windows of text to refine on, and passes over them; see `refine.refine_layers`.
+        dtype: of the result's floating-point tensors; the source's own if None.
+        max_shard_size: bytes a shard; the source's own sharding if None.
+        overwrite: replace an existing checkpoint at `out`.
+        dry_run: check and plan everything, write nothing.
+        hash: record an xxh3 hash of every file written.
+        revision: of a Hub repository.
+        progress: opens a progress for each stage.
+
+    Raises:
+        UserError: the source cannot be converted, the form cannot hold it, or `out` may not be written. Nothing was
+            written.
+        EnvironmentFailure: no room on the disk, or the Hub cannot be reached.
+    """
+    check_paths(str(src), str(out), overwrite=overwrite)
+    src, out = str(src), Path(out)
+    if form not in FORMS:
+        raise UserError(f"unknown form {form!r}{did_you_mean(form, FORMS)}")
+    if rope_select not in (allowed := ("auto", *SELECTS)):
+        raise UserError(f"unknown rotary selection {rope_select!r}{did_you_mean(rope_select, allowed)}")
+    for reader in readers:
+        check_engine(reader)
+    if form == "plain" and (pad_to_engine or q_rank or tuple(readers) != ("transformers",)):
+        raise UserError(
+            "the plain form is read by kvfold alone, as it is; leave --for, --pad-to-engine and --q-rank out"
+        )
+    if search_windows < 1:
+        raise UserError(f"{search_windows} windows tell no choices apart; give 1 or more, or say all sizes")
+    asked = request(
+        calib=calib,
+        calib_windows=calib_windows,
+        calib_window=calib_window,
+        calib_builtin=calib_builtin,
+        chat=chat,
+        fisher=fisher,
+        offload=offload,
+        stats=stats,
+        refine=refine,
+        refine_passes=refine_passes,
+        device=device,
+        calib_dtype=calib_dtype,
+        calib_batch_size=calib_batch_size,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        compares=True,
+        method="convert mla",
+    )
+    exporting = partial(
+        _export, form=form, readers=readers, pad=pad_to_engine, q_rank=q_rank, large_eps=large_eps, dtype=dtype
+    )
+    with ExitStack() as stack:
+        source = stack.enter_context(open_source(src, revision=revision))
+        if source.config.model_type.startswith(PREFIX):
+            raise UserError(f"{src} is in the plain MLA form already; export it with kvfold convert stock")
+        check_latent(source, form)
+        sizes = Sizes(source.config)
+        room = Room(_turning(source), sizes["K"], sizes["D"])
+        candidates = choices(
+            room,
+            kv_rank=kv_rank,
+            rope_dim=rope_dim,
+            kv_elements=kv_elements,
+            kv_ratio=kv_ratio,
+            rope_select=rope_select,
+        )
+        promised = account(source.family, source.config, source.checkpoint.tensors)
+        plan = partial(_plan, source, promised, room, dtype=dtype)
+        # Whatever the form refuses, it refuses now, of the first choice: only sizes differ between them.
+        outputs, config, _ = plan(candidates[0])
+        written = exporting(source, outputs, config, [1.0] * sizes["L"])
+        describe = partial(_report, source, out, form, max_shard_size, dry_run)
+        report = describe(candidates[0], config, written)
+        if asked.weights_only:
+            report = replace(report, warnings=[*report.warnings, WEIGHTS_ONLY])
+        if dry_run:
+            return rehearse(report, source, asked)
+        from ..calibration.calibrate import Runner, find_statistics
+
+        said: dict[str, Any] = {}
+        about = statistics = learnt = None
+        runner = Runner(source, asked.how)
+        if asked.calibrates:
+            statistics = find_statistics(runner, asked.stats, progress)
+            about = statistics.about
+            said |= {"stats": str(statistics.path), "calib_tokens": about.tokens, "calib_kinds": about.kinds}
+        plan = partial(plan, statistics=statistics, device=runner.device)
+        choice = candidates[0]
+        if len(candidates) > 1:
+            from .search import search
+
+            found = search(runner, candidates, lambda choice: plan(choice)[:2], search_windows, progress)
+            best = found[0]
+            choice = Choice(best.rope_select, best.rope_dim, best.kv_rank)
+            said |= {
+                "search_windows": search_windows,
+                "search_loss": best.loss,
+                "search": [asdict(one) for one in found],
+            }
+        outputs, config, factors = plan(choice)
+        latent_sizes = None if asked.refining or form == "plain" else factors.latent_sizes()
+        if asked.refining:
+            from ..refine import refine_layers
+
+            outputs, refined = stack.enter_context(refine_layers(runner, outputs, config, asked.refining, progress))
+            said |= asdict(refined)
+            learnt = asdict(asked.refining) | {"text": refined.refine_text, "kinds": refined.refine_kinds}
+        if not is_main_process():
+            return replace(report, **said)
+        written = exporting(source, outputs, config, latent_sizes)
+        report = describe(choice, config, written)
+        report = replace(report, **said, warnings=[*report.warnings, *([WEIGHTS_ONLY] if asked.weights_only else [])])
+        with progress("writing") as advance:
+            left_out = write_directory(
+                source,
+                out,
+                lay_out(source, written.outputs, max_shard_size),
+                config=written.config,
+                recipe={
+                    "command": "convert mla",
+                    **asdict(choice),
+                    "form": form,
+                    "readers": list(readers) if form != "plain" else [],
+                    "pad_to_engine": pad_to_engine,
+                    "q_rank": q_rank,
+                    "calibration": asdict(about) if about else NO_TEXT,
+                    "search": said.get("search"),
+                    "refine": learnt,
+                    "dtype": dtype,
+                    "max_shard_size": max_shard_size,
+                },
+                dropped=report.tensors_dropped,
+                overwrite=overwrite,
+                hashing=hash,
+                progress=advance,
+            )
+    return replace(report, files_left_out=left_out)
+
+
+def _turning(source: Source) -> int:
+    """How many coordinates of a head turn, in the layers that have positions."""
+    config = source.config.full
+    return max(2 * len(rotary_of(source.family, config, layer).re) for layer in range(config.num_hidden_layers))
+
+
+def _plan(
+    source: Source,
+    promised: dict[str, Promise],
+    room: Room,
+    choice: Choice,
+    *,
+    dtype: str | None,
+    statistics: Statistics | None = None,
+    device: str = "cpu",
+) -> tuple[list[Output], dict[str, Any], LayerFactors]:
+    """The plain form of a choice: its tensors, its config.json, and the factors that they come from."""
+    from . import plain_form
+    from .layers import LayerFactors
+
+    kept = choice.channels(room)
+    biased = plain_form.has_attention_bias(source.checkpoint.tensors)
+    factors = LayerFactors(
+        source,
+        tensor_reader(source.checkpoint, promised),
+        channels=kept,
+        rank=choice.kv_rank,
+        biased=biased,
+        statistics=statistics,
+        device=device,
+    )
+    config = plain_form.config_of(source, kept, choice.kv_rank, biased=biased, dtype=dtype)
+    return plain_form.plan(source, promised, factors, config, dtype), config, factors
+
+
+def _export(
+    source: Source,
+    outputs: list[Output],
+    config: dict[str, Any],
+    latent_sizes: Sequence[float] | None,
+    *,
+    form: str,
+    dtype: str | None,
+    **options: Any,
+) -> Stock:
+    """What is to be written: the stock form, or the plain one as it is."""
+    from .stock import PlainModel, Stock, export
+
+    if form == "plain":
+        return Stock(config, outputs, ())
+    plain = PlainModel(config, KNOWN[config["model_type"]], outputs, source.checkpoint, source.config.raw)
+    return export(plain, **options, dtype=dtype, latent_sizes=latent_sizes)
+
+
+def _report(
+    source: Source,
+    out: Path,
+    form: str,
+    max_shard_size: int | None,
+    dry_run: bool,
+    choice: Choice,
+    plain: dict[str, Any],
+    written: Stock,
+) -> MlaReport:
+    from ..config import from_raw
+
+    sizes, config = Sizes(source.config), from_raw(written.config)
+    before, after = kv_elements(source.config), kv_elements(config)
+    unpadded = choice.kv_rank + choice.rope_dim
+    outputs, caching = written.outputs, sum(cached_tokens(source.config, 1))
+    source_dtype = main_dtype(info for output in outputs for info in output.sources)
+    dtype = main_dtype(TensorInfo(output.name, output.dtype, output.shape, "") for output in outputs)
+    used = {info.name for output in outputs for info in output.sources}
+    warnings = list(written.warnings)
+    if after > before:
+        warnings.append(f"padded to {after} cached numbers a token and layer, more than the source's {before}")
+    return MlaReport(
+        model=str(out),
+        source=source.name,
+        family=source.family.name,
+        form=form,
+        readable_by=list(written.readable_by),
+        num_attention_heads=sizes["H"],
+        source_num_key_value_heads=sizes["G"],
+        kv_lora_rank=config.kv_lora_rank,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        qk_nope_head_dim=config.qk_nope_head_dim,
+        v_head_dim=config.v_head_dim,
+        q_lora_rank=getattr(config, "q_lora_rank", None),
+        rope_select=choice.rope_select,
+        source_kv_elements_per_token_per_layer=before,
+        unpadded_kv_elements_per_token_per_layer=unpadded,
+        kv_elements_per_token_per_layer=after,
+        source_kv_bytes_per_token=before * caching * ITEM_BYTES[source_dtype],
+        kv_bytes_per_token=after * caching * ITEM_BYTES[dtype],
+        kv_ratio=after / before,
+        dtype=FLOATS.get(dtype, dtype),
+        shards=len(lay_out(source, outputs, max_shard_size)),
+        bytes=sum(output.nbytes for output in outputs),
+        tensors_computed=sum(output.make is not None for output in outputs),
+        tensors_copied=sum(output.make is None for output in outputs),
+        tensors_dropped=[name for name in source.checkpoint.tensors if name not in used],
+        files_left_out=[],
+        dry_run=dry_run,
+        warnings=warnings,
+    )

@@ -1,0 +1,76 @@
+"""Which rotary size, frequencies and fold lose least under a budget: measured, on windows not calibrated on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common.progress import Stages
+from ...common.scoring import logit_chunks, token_nll
+from ..calibration.calibrate import Runner
+from ..calibration.result import result_model
+from ..stream import Output
+from .budget import Choice
+
+Plan = Callable[[Choice], tuple[list[Output], dict[str, Any]]]
+"""The plain form of a choice: its tensors, and its config.json."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A choice, and its loss in nats a token."""
+
+    rope_select: str
+    rope_dim: int
+    kv_rank: int
+    loss: float
+
+
+def search(runner: Runner, candidates: Sequence[Choice], plan: Plan, windows: int, progress: Stages) -> list[Measured]:
+    """Measure every choice, the best first.
+
+    Args:
+        runner: of the source.
+        plan: gives the plain form of a choice.
+        windows: how many to measure on; they come after those that were calibrated on.
+        progress: opens a progress for the stage.
+    """
+    count = runner.how.text.windows
+    batches = runner.share(runner.windows(count + windows).after(count)).batches(runner.how.batch_size)
+    measured = []
+    with progress("searching") as report:
+        total = len(candidates) * runner.sizes["L"]
+        for number, choice in enumerate(candidates):
+            done = number * runner.sizes["L"]
+            loss = mean_loss(runner, *plan(choice), batches, lambda layer, done=done: report(done + layer + 1, total))
+            measured.append(Measured(choice.rope_select, choice.rope_dim, choice.kv_rank, loss))
+    return sorted(measured, key=lambda one: one.loss)
+
+
+@torch.no_grad()
+def mean_loss(
+    runner: Runner,
+    outputs: Sequence[Output],
+    config: dict[str, Any],
+    batches: Sequence[Tensor],
+    advance: Callable[[int], None],
+) -> float:
+    """The cross entropy of a converted model in nats a token, over all processes; one layer in memory at a time."""
+    model, _ = result_model(runner, outputs, config, runner.dtype)
+    states = [model.embed(ids) for ids in batches]
+    for number in range(runner.sizes["L"]):
+        with model.loaded([number]):
+            states = [model.call(number, state) for state in states]
+        advance(number)
+    total = torch.zeros(2, dtype=torch.float64, device=runner.device)
+    for ids, state in zip(batches, states, strict=True):
+        ids = ids.to(runner.device)
+        for part, logits in logit_chunks(model.model, model.finish(state)[:, :-1]):
+            losses = token_nll(logits, ids[:, 1:][:, part])
+            total += torch.stack([losses.double().sum(), torch.tensor(losses.numel()).to(total)])
+    total = runner.workers.sum(total)
+    return float(total[0] / total[1])

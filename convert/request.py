@@ -1,0 +1,111 @@
+"""What every conversion that may calibrate and refine is asked for, checked before a file is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..common.errors import UserError
+from ..common.loading import FLOATS
+from .calibration.knobs import Calibration, RefineKnobs
+from .calibration.text import CalibText
+from .source import Source
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    Report = TypeVar("Report", bound=DataclassInstance)
+
+
+@dataclass(frozen=True)
+class Request:
+    """How a conversion learns from text.
+
+    Attributes:
+        how: of calibration.
+        refining: of refinement, None without.
+        compares: whether the conversion itself needs statistics, as far as its method goes.
+        stats: a file of them.
+    """
+
+    how: Calibration
+    refining: RefineKnobs | None
+    compares: bool
+    stats: Path | None
+
+    @property
+    def weights_only(self) -> bool:
+        return self.how.text.weights_only
+
+    @property
+    def calibrates(self) -> bool:
+        return self.compares and not self.weights_only
+
+
+def request(
+    *,
+    calib: Sequence[str],
+    calib_windows: int,
+    calib_window: int | None,
+    calib_builtin: bool,
+    chat: bool,
+    fisher: bool,
+    offload: bool,
+    stats: str | Path | None,
+    refine: int,
+    refine_passes: int,
+    device: str,
+    calib_dtype: str,
+    calib_batch_size: int,
+    dtype: str | None,
+    max_shard_size: int | None,
+    compares: bool,
+    method: str,
+) -> Request:
+    """Check what is asked for.
+
+    Args:
+        compares: whether the conversion needs statistics.
+        method: what to call it to the user.
+
+    Raises:
+        UserError: something cannot be, or contradicts something else.
+    """
+    if dtype is not None and dtype not in FLOATS:
+        raise UserError(f"dtype {dtype} cannot be written; choose one of {', '.join(FLOATS)}")
+    if max_shard_size is not None and max_shard_size < 1:
+        raise UserError(f"a shard of {max_shard_size} bytes holds nothing; give a positive size such as 5GB")
+    text = CalibText(calib, calib_windows, calib_window, calib_builtin, chat)
+    how = Calibration(text, fisher, offload, calib_batch_size, device, calib_dtype)
+    refining = RefineKnobs(refine, refine_passes) if refine else None
+    if calib and not compares and not refining and not text.weights_only:
+        raise UserError(f"{method} reads no text; leave --calib out, or add --refine")
+    if stats and not compares:
+        raise UserError(f"{method} needs no statistics; leave --stats out")
+    if stats and calib and not refining:
+        raise UserError("--stats were collected on a text already; leave --calib out, which only --refine would read")
+    if refining and text.weights_only:
+        raise UserError("--calib none leaves --refine no text; leave one of them out")
+    return Request(how, refining, compares, Path(stats) if stats else None)
+
+
+def rehearse(report: Report, source: Source, asked: Request) -> Report:
+    """Read what a conversion would read, without running the model; returns the report with what would be done."""
+    if not asked.calibrates and not asked.refining:
+        return report
+    from .calibration.calibrate import Runner, published
+    from .calibration.store import Statistics
+
+    runner, said = Runner(source, asked.how), dict[str, Any]()
+    if asked.calibrates and asked.stats:
+        about = Statistics.open(asked.stats).about
+        said |= {"stats": str(asked.stats), "calib_tokens": about.tokens, "calib_kinds": about.kinds}
+    elif asked.calibrates:
+        windows = runner.windows()
+        said |= {"calib_tokens": windows.tokens, "calib_kinds": published(windows.counts)}
+    if asked.refining:
+        windows = runner.windows(asked.refining.windows)
+        said |= {"refine_windows": len(windows), "refine_passes": asked.refining.passes}
+    return replace(report, **said)

@@ -1,0 +1,3 @@
+from .lane import main
+
+main()
