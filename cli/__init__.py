@@ -21,6 +21,7 @@ import click
 from .. import __version__
 from ..common.errors import EnvironmentFailure, KvfoldError, UserError
 from .calibrate import calibrate
+from .check import check
 from .convert import convert
 from .demo import demo
 from .eval import evaluate
@@ -41,7 +42,7 @@ def kvfold() -> None:
     """Fold the key/value cache of pretrained language models."""
 
 
-for command in (inspect, calibrate, convert, verify, evaluate, demo):
+for command in (inspect, calibrate, convert, check, verify, evaluate, demo):
     kvfold.add_command(command)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import click
 
-from ..common.loading import DTYPES, FLOATS
 from ..common.parallel import is_main_process
 from . import options
-from .output import print_layers, print_report
+from .output import print_layers, print_report, print_table
+
+_ERRORS = ("layer_errors_before", "layer_errors_after")
 
 
 @click.group()
@@ -25,27 +25,9 @@ def convert() -> None:
 @click.option("--kv-heads", type=options.count, required=True, help="KV heads of the result; 1 is MQA.")
 @click.option("--method", default="svd", show_default=True, help="How heads merge: svd, aligned, mean, first, random.")
 @click.option("--grouping", default="contiguous", show_default=True, help="Which heads merge: contiguous, similar.")
-@options.calibration
-@click.option("--calib-batch-size", type=options.count, default=1, show_default=True, help="Windows at a time.")
-@click.option("--calib-dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Calibrate in it.")
-@click.option("--stats", type=click.Path(path_type=Path), help="Statistics of kvfold calibrate.  [made, and cached]")
-@click.option(
-    "--refine",
-    type=options.count,
-    default=0,
-    metavar="WINDOWS",
-    help="Repair layers on so many windows; try 64.  [off]",
-)
-@click.option("--refine-passes", type=options.count, default=3, show_default=True, help="Passes over those windows.")
-@options.device
+@options.learning
 @click.option("--seed", type=options.count, default=0, show_default=True, help="For --method random.")
-@click.option("--dtype", type=click.Choice(FLOATS), help="Of the result's weights.  [the source's own]")
-@click.option("--max-shard-size", type=options.Size(), help="Such as 5GB.  [sharded as the source]")
-@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at OUT, once the new one is whole.")
-@click.option("--dry-run", is_flag=True, help="Check and plan everything, write nothing.")
-@click.option("--no-hash", "hash", flag_value=False, default=True, help="Record no hashes in kvfold.json.")
-@options.revision
-@options.as_json
+@options.writing
 def gqa(src: str, out: str, as_json: bool, **knobs: Any) -> None:
     """Merge the KV heads of SRC into fewer, and write the result to OUT.
 
@@ -55,11 +37,93 @@ def gqa(src: str, out: str, as_json: bool, **knobs: Any) -> None:
     from ..common.progress import show_progress
     from ..convert.gqa import convert_gqa
 
-    report = convert_gqa(src, out, progress=show_progress, **knobs)
-    for warning in report.warnings if is_main_process() else ():
+    _say(convert_gqa(src, out, progress=show_progress, **knobs), as_json)
+
+
+@convert.command()
+@click.argument("src")
+@click.argument("out")
+@click.option("--kv-elements", type=options.count, help="Numbers to cache a token and layer: rank and rotary key.")
+@click.option("--kv-ratio", type=float, help="The same as a share of what SRC caches, such as 0.25.")
+@click.option("--kv-rank", type=options.count, help="Size of the latent.  [what the budget leaves]")
+@click.option("--rope-dim", type=options.count, help="Size of the rotary key.  [what loses least under the budget]")
+@click.option(
+    "--rope-select",
+    default="auto",
+    show_default=True,
+    help="Which frequencies keep turning: high, stride, fold, or auto, which measures.",
+)
+@click.option(
+    "--search-windows",
+    type=options.count,
+    default=8,
+    show_default=True,
+    help="Windows to choose sizes and frequencies on.",
+)
+@click.option("--q-rank", type=options.count, help="Compress the queries to this rank, which loses some.  [off]")
+@click.option(
+    "--form",
+    default="deepseek_v3",
+    show_default=True,
+    help="deepseek_v3, which stock engines read, or plain, kvfold's own for training.",
+)
+@click.option(
+    "--for",
+    "readers",
+    type=options.Names(),
+    default="transformers",
+    show_default=True,
+    help="Who must read OUT right: transformers, vllm, vllm-transformers, sglang, llama.cpp; several with commas.",
+)
+@click.option("--pad-to-engine", is_flag=True, help="Pad with zeros to a shape that serving kernels take.")
+@click.option(
+    "--large-eps/--small-eps",
+    default=None,
+    help="A form for float16 and Q8_0, which transformers cannot read.  [large for llama.cpp alone, else small]",
+)
+@options.learning
+@options.writing
+def mla(src: str, out: str, as_json: bool, **knobs: Any) -> None:
+    """Factor the keys and values of SRC into one latent and one rotary key a token, and write the result to OUT.
+
+    Give a budget (--kv-elements or --kv-ratio), or both sizes (--kv-rank and --rope-dim). SRC is a checkpoint
+    directory, a GGUF file, or a Hub id. OUT appears whole or not at all; stock transformers loads it as DeepSeek-V3,
+    unless --for or --form says otherwise.
+    """
+    from ..common.progress import show_progress
+    from ..convert.mla.convert import convert_mla
+
+    report = convert_mla(src, out, progress=show_progress, **knobs)
+    _say(report, as_json)
+    if report.search and not as_json and is_main_process():
+        print(f"\nloss on {report.search_windows} windows not calibrated on; the first is what was chosen")
+        print_table(report.search, {name: name for name in ("rope_select", "rope_dim", "kv_rank", "loss")})
+
+
+@convert.command()
+@click.argument("src")
+@click.argument("out")
+@options.writing
+def plain(src: str, out: str, as_json: bool, **knobs: Any) -> None:
+    """Turn an export of convert mla back into the plain form, which can be trained, and write it to OUT.
+
+    SRC is a checkpoint directory or a Hub id. Exact but for rounding.
+    """
+    from ..common.progress import show_progress
+    from ..convert.plain import convert_plain
+
+    _say(convert_plain(src, out, progress=show_progress, **knobs), as_json)
+
+
+def _say(report: Any, as_json: bool) -> None:
+    """Print warnings, on standard error, and the report; for people also each layer's error, where it was refined."""
+    if not is_main_process():
+        return
+    for warning in getattr(report, "warnings", ()):
         print(f"kvfold: warning: {warning}", file=sys.stderr)
-    errors = {name: getattr(report, f"layer_errors_{name}") for name in ("before", "after")}
-    print_report(report, as_json=as_json, hide=["warnings", *(f"layer_errors_{name}" for name in errors)])
-    if report.refine_windows and not as_json and not report.dry_run and is_main_process():
-        for name, figures in errors.items():
-            print_layers(f"relative error after each layer's attention, {name} refinement", figures)
+    print_report(report, as_json=as_json, hide=["warnings", "search", *_ERRORS])
+    if not as_json:
+        for name in _ERRORS:
+            if figures := getattr(report, name, ()):
+                when = name.rpartition("_")[2]
+                print_layers(f"relative error after each layer's attention, {when} refinement", figures)

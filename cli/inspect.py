@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import click
 
 from . import options
 from .output import print_report
+
+_LATENT = (
+    *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank"),
+    *("unpadded_kv_elements_per_token_per_layer", "source_kv_elements_per_token_per_layer"),
+)
 
 
 @click.command()
@@ -22,8 +30,20 @@ def inspect(src: str, context: int | None, revision: str | None, as_json: bool) 
     from ..convert.inspect import inspect_model
 
     report = inspect_model(src, context=context, revision=revision)
-    print_report(report, as_json=as_json, hide=["conversions"])
+    for warning in report.warnings:
+        print(f"kvfold: warning: {warning}", file=sys.stderr)
+    # Of a model without MLA there is nothing to say of a latent.
+    latent = [name for name in _LATENT if report.kv_lora_rank is None]
+    print_report(report, as_json=as_json, hide=["conversions", "warnings", *latent])
     if not as_json:
         for row in report.conversions:
-            heads = f"--kv-heads {' or '.join(map(str, row.kv_heads))}" if row.possible else "no"
-            print(f"convert to {row.to}: {heads}{f' ({row.reason})' if row.reason else ''}")
+            print(f"convert to {row.to}: {_how(row)}{f' ({row.reason})' if row.reason else ''}")
+
+
+def _how(row: Any) -> str:
+    """How a conversion is asked for, or that it is not possible."""
+    if not row.possible:
+        return "no"
+    if row.kv_heads:
+        return f"--kv-heads {' or '.join(map(str, row.kv_heads))}"
+    return f"--form {' or '.join(row.forms)}" if row.to == "mla" else "yes"

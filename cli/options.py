@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import click
 
-from ..common.loading import DTYPES
+from ..common.loading import DTYPES, FLOATS
 
 MOST = 2**53  # more of anything than a machine holds, and exact as a float
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -44,6 +45,20 @@ class Size(click.ParamType):
         return int(size)
 
 
+class Names(click.ParamType):
+    """Names with commas between them, such as vllm,sglang; what they may be, the command says best."""
+
+    name = "names"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        names = tuple(name.strip() for name in value.split(","))
+        if not all(names):
+            self.fail(f"{value!r} leaves a name empty; put one comma between names", param, ctx)
+        return names
+
+
 count = Count()
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object.")
@@ -69,15 +84,55 @@ _CALIBRATION = (
     ),
     click.option("--chat", is_flag=True, help="Calibrate on the text as the tokenizer's chat template renders it."),
     click.option(
-        "--no-fisher", "fisher", flag_value=False, default=True, help="Forward passes only: less time, worse merges."
+        "--no-fisher", "fisher", flag_value=False, default=True, help="Forward passes only: less time, worse results."
     ),
     click.option("--offload", is_flag=True, help="Hold one layer in memory at a time, for models that do not fit."),
 )
 
 
+_LEARNING = (
+    *_CALIBRATION,
+    click.option("--calib-batch-size", type=count, default=1, show_default=True, help="Windows at a time."),
+    click.option("--calib-dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Run SRC in it."),
+    click.option("--stats", type=click.Path(path_type=Path), help="A file of kvfold calibrate.  [made, and cached]"),
+    click.option(
+        "--refine",
+        type=count,
+        default=0,
+        metavar="WINDOWS",
+        help="Repair layers on so many windows; try 64.  [off]",
+    ),
+    click.option("--refine-passes", type=count, default=3, show_default=True, help="Passes over those windows."),
+    device,
+)
+_WRITING = (
+    click.option("--dtype", type=click.Choice(FLOATS), help="Of the result's weights.  [the source's own]"),
+    click.option("--max-shard-size", type=Size(), help="Such as 5GB.  [sharded as the source]"),
+    click.option("--overwrite", is_flag=True, help="Replace the checkpoint at OUT, once the new one is whole."),
+    click.option("--dry-run", is_flag=True, help="Check and plan everything, write nothing."),
+    click.option("--no-hash", "hash", flag_value=False, default=True, help="Record no hashes in kvfold.json."),
+    revision,
+    as_json,
+)
+
+
 def calibration(command: Any) -> Any:
     """The options of every command that calibrates a model."""
-    for option in reversed(_CALIBRATION):
+    return _with(command, _CALIBRATION)
+
+
+def learning(command: Any) -> Any:
+    """The options of every conversion that calibrates, and may refine."""
+    return _with(command, _LEARNING)
+
+
+def writing(command: Any) -> Any:
+    """The options of every command that writes a checkpoint."""
+    return _with(command, _WRITING)
+
+
+def _with(command: Any, options: tuple[Any, ...]) -> Any:
+    for option in reversed(options):
         command = option(command)
     return command
 

@@ -14,7 +14,6 @@ from ..common.errors import UserError
 from ..common.kvcache import cached_tokens, head_dim, num_key_value_heads
 from ..common.parallel import is_main_process
 from ..common.progress import Stages, silent
-from .calibration.knobs import Calibration, RefineKnobs
 from .calibration.reader import tensor_reader
 from .calibration.text import NO_TEXT, CalibText
 from .checks import account, check_convertible, check_method
@@ -25,6 +24,7 @@ from .merge.apply import members, merge_stored
 from .merge.layers import LayerMerges
 from .merge.methods import find_method
 from .merge.whole_heads import Knobs
+from .request import rehearse, request
 from .source import Source, open_source
 from .stream import Output, cast
 
@@ -137,28 +137,31 @@ def convert_gqa(
     check_paths(str(src), str(out), overwrite=overwrite)
     src, out = str(src), Path(out)
     row = find_method(method)
-    if dtype is not None and dtype not in FLOATS.values():
-        raise UserError(f"dtype {dtype} cannot be written; choose one of {', '.join(FLOATS.values())}")
-    if max_shard_size is not None and max_shard_size < 1:
-        raise UserError(f"a shard of {max_shard_size} bytes holds nothing; give a positive size such as 5GB")
-    text = CalibText(calib, calib_windows, calib_window, calib_builtin, chat)
-    how = Calibration(text, fisher, offload, calib_batch_size, device, calib_dtype)
-    refining = RefineKnobs(refine, refine_passes) if refine else None
-    compares = row.mixes_channels or grouping == "similar"
-    if calib and not compares and not refining and not text.weights_only:
-        raise UserError(f"--method {method} reads no text; leave --calib out, or add --refine")
-    if stats and not compares:
-        raise UserError(f"--method {method} needs no statistics; leave --stats out")
-    if stats and calib and not refining:
-        raise UserError("--stats were collected on a text already; leave --calib out, which only --refine would read")
-    if refining and text.weights_only:
-        raise UserError("--calib none leaves --refine no text; leave one of them out")
+    asked = request(
+        calib=calib,
+        calib_windows=calib_windows,
+        calib_window=calib_window,
+        calib_builtin=calib_builtin,
+        chat=chat,
+        fisher=fisher,
+        offload=offload,
+        stats=stats,
+        refine=refine,
+        refine_passes=refine_passes,
+        device=device,
+        calib_dtype=calib_dtype,
+        calib_batch_size=calib_batch_size,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        compares=row.mixes_channels or grouping == "similar",
+        method=f"--method {method}",
+    )
     with ExitStack() as stack:
         source = stack.enter_context(open_source(src, revision=revision))
         check_convertible(source, kv_heads)
         check_method(source, method, row)
         changes = kv_heads != num_key_value_heads(source.config)
-        if refining and not changes:
+        if asked.refining and not changes:
             raise UserError(f"the source has {kv_heads} KV heads already, so --refine has nothing to do; leave it out")
         promised = account(source.family, source.config, source.checkpoint.tensors)
         config = edited_config(source, kv_heads, dtype)
@@ -174,27 +177,27 @@ def convert_gqa(
         plan = partial(_plan, source, promised, kv_heads=kv_heads, dtype=dtype)
         outputs = plan(merging())
         report = _report(source, out, kv_heads, method, grouping, outputs, promised, max_shard_size, dry_run)
-        compares = changes and compares
-        if compares and text.weights_only:
+        asked = replace(asked, compares=changes and asked.compares)
+        if asked.compares and asked.weights_only:
             report = replace(report, warnings=[WEIGHTS_ONLY])
         if dry_run:
-            return _rehearse(report, source, how, refining, compares and not text.weights_only, stats)
+            return rehearse(report, source, asked)
         about = learnt = None
-        if compares or refining:
+        if asked.compares or asked.refining:
             from .calibration.calibrate import Runner, find_statistics
 
-            runner, statistics = Runner(source, how), None
-            if compares and not text.weights_only:
-                statistics = find_statistics(runner, Path(stats) if stats else None, progress)
+            runner, statistics = Runner(source, asked.how), None
+            if asked.calibrates:
+                statistics = find_statistics(runner, asked.stats, progress)
                 about = statistics.about
                 report = replace(report, stats=str(statistics.path), calib_tokens=about.tokens, calib_kinds=about.kinds)
             outputs = plan(merging(statistics=statistics, device=runner.device))
-            if refining:
+            if asked.refining:
                 from .refine import refine_layers
 
-                outputs, refined = stack.enter_context(refine_layers(runner, outputs, config, refining, progress))
+                outputs, refined = stack.enter_context(refine_layers(runner, outputs, config, asked.refining, progress))
                 report = replace(report, **asdict(refined))
-                learnt = asdict(refining) | {"text": refined.refine_text, "kinds": refined.refine_kinds}
+                learnt = asdict(asked.refining) | {"text": refined.refine_text, "kinds": refined.refine_kinds}
         if not is_main_process():
             return report
         with progress("writing") as advance:
@@ -208,7 +211,7 @@ def convert_gqa(
                     "kv_heads": kv_heads,
                     "method": method,
                     "grouping": grouping,
-                    "calibration": asdict(about) if about else NO_TEXT if compares else None,
+                    "calibration": asdict(about) if about else NO_TEXT if asked.compares else None,
                     "refine": learnt,
                     "seed": seed,
                     "dtype": dtype,
@@ -220,33 +223,6 @@ def convert_gqa(
                 progress=advance,
             )
     return replace(report, files_left_out=left_out)
-
-
-def _rehearse(
-    report: ConvertReport,
-    source: Source,
-    how: Calibration,
-    refining: RefineKnobs | None,
-    calibrating: bool,
-    stats: str | Path | None,
-) -> ConvertReport:
-    """Read what a conversion would read, without running the model; returns the report with what would be done."""
-    if not calibrating and not refining:
-        return report
-    from .calibration.calibrate import Runner, published
-    from .calibration.store import Statistics
-
-    runner = Runner(source, how)
-    if calibrating and stats:
-        about = Statistics.open(Path(stats)).about
-        report = replace(report, stats=str(stats), calib_tokens=about.tokens, calib_kinds=about.kinds)
-    elif calibrating:
-        windows = runner.windows()
-        report = replace(report, calib_tokens=windows.tokens, calib_kinds=published(windows.counts))
-    if refining:
-        windows = runner.windows(refining.windows)
-        report = replace(report, refine_windows=len(windows), refine_passes=refining.passes)
-    return report
 
 
 def _plan(

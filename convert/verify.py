@@ -1,7 +1,8 @@
 """How far a result is from its source, on the same text: in its predictions, and layer by layer.
 
 Both are run by stock transformers, in one dtype, on the tokens of the source's tokenizer. What differs is then
-the conversion, not how it was measured.
+the conversion, not how it was measured. An export in stock MLA form carries its source's residual stream times a
+constant (`residual_scale` in the `kvfold` block of its config.json), which is taken out before layers are compared.
 
 Legend: B windows, T positions, D hidden size, L decoder layers, V vocabulary.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -27,6 +28,8 @@ from ..common.protocol import Protocol, TokenizedText, protocol_of, token_ids, t
 from ..common.scoring import check_ids, compare_hidden, evaluating, hidden_states
 from ..common.sources import quiet
 from ..common.windows import Window, batches, split_windows
+from .check import check
+from .mla.form import BLOCK
 
 DEFAULT_WINDOW = 512
 DEFAULT_THRESHOLD = 0.5
@@ -138,6 +141,8 @@ def verify(
     source = load_model(src, dtype=dtype, device=device, revision=revision)
     result = load_model(out, dtype=str(source.dtype).removeprefix("torch."), device=device)
     _check_alike(src, out, source, result)
+    _check_readable(src, source)
+    _check_readable(out, result)
     check_ids(source, max(tokenized.ids, default=0))
     window = min(fit_context(model.config, "window", window, DEFAULT_WINDOW) for model in (source, result))
     windows = split_windows(len(tokenized.ids), window, max_windows=max_windows)
@@ -216,9 +221,10 @@ def _compare(source, result, tokens: Tensor, chunk: int | None) -> list[Tensor]:
         raise UserError(f"{len(result_layers)} decoder layers do not compare with the source's {len(source_layers)}")
     states: deque[Tensor] = deque()
     errors: list[Tensor] = []
+    scale = _residual_scale(result) / _residual_scale(source)
     with _listening(source_layers, states.append):
         source_hidden = hidden_states(source, tokens)
-    with _listening(result_layers, lambda state: errors.append(_token_errors(states.popleft(), state))):
+    with _listening(result_layers, lambda state: errors.append(_token_errors(states.popleft(), state, scale))):
         hidden = hidden_states(result, tokens)
     # Position t predicts token t + 1.
     compared = compare_hidden(source, source_hidden[:, :-1], result, hidden[:, :-1], tokens[:, 1:], chunk=chunk)
@@ -253,12 +259,28 @@ def _listening(layers: Iterable[nn.Module], take: Callable[[Tensor], None]) -> I
             handle.remove()
 
 
-def _token_errors(source: Tensor, result: Tensor) -> Tensor:
-    """Relative errors [B, T] of hidden states [B, T, D], in fp32 or fp64."""
+def _residual_scale(model) -> float:
+    """What an export multiplied the residual stream by, so that its norms' eps could be another; 1 for other models.
+
+    Raises:
+        UserError: its config says no such number.
+    """
+    block = getattr(model.config, BLOCK, None)
+    if not isinstance(block, Mapping):
+        return 1.0
+    scale = block.get("residual_scale", 1.0)
+    if type(scale) not in (int, float) or not 0 < scale < math.inf:
+        raise UserError(f"residual_scale is {scale} in the {BLOCK} block of a config.json; export the model again")
+    return scale
+
+
+def _token_errors(source: Tensor, result: Tensor, scale: float = 1.0) -> Tensor:
+    """Relative errors [B, T] of hidden states [B, T, D], of which the result's are `scale` times as large; in fp32 or
+    fp64."""
     wide = torch.float64 if source.dtype == torch.float64 else torch.float32
     source = source.to(wide)
     norm = source.norm(dim=-1).clamp_min(torch.finfo(wide).tiny)  # equal zeros have no error
-    return (result.to(wide) - source).norm(dim=-1) / norm
+    return (result.to(wide) / scale - source).norm(dim=-1) / norm
 
 
 def _check_tokenizer(src: str | Path, out: str | Path, text: TokenizedText) -> None:
@@ -278,6 +300,20 @@ def _check_alike(src: str | Path, out: str | Path, source, result) -> None:
         theirs, ours = (getattr(_text_config(model), name) for model in (source, result))
         if theirs != ours:
             raise UserError(f"{out} has a {meaning} of {ours}, {src} of {theirs}; is it that source's result?")
+
+
+def _check_readable(folder: str | Path, model) -> None:
+    """Refuse an export that was made for other readers: transformers would run it, and be wrong.
+
+    Raises:
+        UserError: names what is in the way.
+    """
+    if isinstance(getattr(model.config, BLOCK, None), Mapping) and Path(folder).is_dir():
+        report = check(folder, engine="transformers")
+        if not report.passed:
+            raise UserError(
+                f"{report.reason}; verify an export for transformers, or what kvfold convert plain makes of it"
+            )
 
 
 def _text_config(model):

@@ -1,10 +1,12 @@
-"""The demo: the embedded model folded to fewer and fewer KV heads, judged on text it has never seen."""
+"""The demo: the embedded model folded to fewer KV heads, and to smaller latents, judged on text it has never seen."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +15,26 @@ from ..common.progress import Progress
 from ..common.text import BUILTIN
 from ..convert.gqa import convert_gqa
 from ..convert.inspect import inspect_model
+from ..convert.mla.convert import MlaReport, convert_mla
 from ..eval.cache import cache_size
 from ..eval.ppl import PerplexityReport, Protocol, perplexity
 from .tiny import MODEL_DIR
 
 KV_HEADS = (4, 2, 1)
+KV_ELEMENTS = (256, 128, 64)
 REFINE_WINDOWS = 32
+SEARCH_WINDOWS = 4  # enough to tell the choices of so small a model apart
 # What is done to each number of heads: name, method, windows to refine on.
 WAYS = (("mean", "mean", 0), ("svd", "svd", 0), (f"svd --refine {REFINE_WINDOWS}", "svd", REFINE_WINDOWS))
+# What is done to each budget of latent attention: name, windows to refine on.
+LATENT_WAYS = (("mla", 0), (f"mla --refine {REFINE_WINDOWS}", REFINE_WINDOWS))
 MAX_WINDOWS = 40
 
 COLUMNS = {
     "method": "name",
     "kind": "attention_kind",
     "KV heads": "num_key_value_heads",
+    "rank + rope": "latent",
     "elements/token/layer": "kv_elements_per_token_per_layer",
     "bytes/token": "kv_bytes_per_token",
     "measured cache bytes": "measured_kv_bytes",
@@ -36,24 +44,32 @@ COLUMNS = {
 
 NEXT_STEPS = """
 Nothing here was trained from end to end. Averaging heads destroys more than it has to: svd keeps what the loss minds,
-and refinement repairs each layer on {windows} windows of text.
+latent attention shares what heads have in common, and refinement repairs each layer on {windows} windows of text.
+Every result is read by stock transformers, the latent ones as DeepSeek-V3.
 Try next:
   kvfold inspect {model}
   kvfold convert gqa {model} my-gqa --kv-heads 4 --refine {windows}
-  kvfold verify {model} my-gqa --text builtin --max-windows 40
+  kvfold convert mla {model} my-mla --kv-elements 128 --refine {windows}
+  kvfold verify {model} my-mla --text builtin --max-windows 40
+  kvfold check my-mla --engine vllm
 and then the same with a checkpoint of yours in the place of {model}."""
 
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One model of the demo; the fields are those of `inspect`, `eval cache` and `eval ppl`."""
+    """One model of the demo; the fields are those of `inspect`, `eval cache` and `eval ppl`.
+
+    `num_key_value_heads` is None where a latent is cached, the sizes of the latent where heads are.
+    """
 
     model: str
     name: str
     method: str
     refine_windows: int
     attention_kind: str
-    num_key_value_heads: int
+    num_key_value_heads: int | None
+    kv_lora_rank: int | None
+    qk_rope_head_dim: int | None
     kv_elements_per_token_per_layer: int
     kv_bytes_per_token: int
     context: int
@@ -77,11 +93,76 @@ class DemoReport:
     results: list[DemoRow]
 
     def rows(self) -> list[dict[str, Any]]:
-        return [asdict(row) for row in self.results]
+        """The results for a table, with what a latent is made of in one cell."""
+        return [asdict(row) | {"latent": _sum(row.kv_lora_rank, row.qk_rope_head_dim)} for row in self.results]
+
+
+def _sum(rank: int | None, rope: int | None) -> str:
+    return "" if rank is None else f"{rank} + {rope}"
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One conversion: what it is called in the table and on the disk, and what makes it there."""
+
+    name: str
+    method: str
+    windows: int
+    folder: str
+    convert: Callable[[Path], object]
+
+
+class _Latents:
+    """Conversions to MLA: what was chosen for a budget without refinement is refined, not searched for again."""
+
+    def __init__(self) -> None:
+        self.chosen: dict[int, MlaReport] = {}
+
+    def convert(self, path: Path, *, elements: int, windows: int) -> None:
+        before = self.chosen.get(elements)
+        sizes: dict[str, Any] = {"kv_elements": elements, "search_windows": SEARCH_WINDOWS}
+        if before:
+            sizes = {
+                "kv_rank": before.kv_lora_rank,
+                "rope_dim": before.qk_rope_head_dim,
+                "rope_select": before.rope_select,
+            }
+        self.chosen[elements] = convert_mla(MODEL_DIR, path, refine=windows, **sizes)
+
+
+def _steps() -> list[_Step]:
+    def refined(windows: int) -> str:
+        return "-refined" if windows else ""
+
+    latents = _Latents()
+    return [
+        *(
+            _Step(
+                name,
+                method,
+                windows,
+                f"kv{heads}-{method}{refined(windows)}",
+                partial(convert_gqa, MODEL_DIR, kv_heads=heads, method=method, refine=windows),
+            )
+            for heads in KV_HEADS
+            for name, method, windows in WAYS
+        ),
+        *(
+            _Step(
+                name,
+                "mla",
+                windows,
+                f"mla{elements}{refined(windows)}",
+                partial(latents.convert, elements=elements, windows=windows),
+            )
+            for elements in KV_ELEMENTS
+            for name, windows in LATENT_WAYS
+        ),
+    ]
 
 
 def run_demo(*, out: Path | None = None, progress: Progress | None = None) -> DemoReport:
-    """Convert the embedded model to 4, 2 and 1 KV heads in several ways and judge each result.
+    """Convert the embedded model to fewer KV heads, and to latents of several sizes, and judge each result.
 
     Args:
         out: a directory to create for the converted checkpoints; they are thrown away if None.
@@ -90,7 +171,7 @@ def run_demo(*, out: Path | None = None, progress: Progress | None = None) -> De
     Raises:
         UserError: `out` exists.
     """
-    steps = [(heads, *way) for heads in KV_HEADS for way in WAYS]
+    steps = _steps()
     with ExitStack() as stack:
         if out is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfold-demo-")))
@@ -98,11 +179,11 @@ def run_demo(*, out: Path | None = None, progress: Progress | None = None) -> De
             folder = stack.enter_context(output_directory(out))
         source = inspect_model(MODEL_DIR)
         rows = [_judge(MODEL_DIR, str(MODEL_DIR), "source", "", 0, None)]
-        for done, (heads, name, method, windows) in enumerate(steps):
-            path = folder / f"kv{heads}-{method}{'-refined' if windows else ''}"
-            convert_gqa(MODEL_DIR, path, kv_heads=heads, method=method, refine=windows)
+        for done, step in enumerate(steps):
+            path = folder / step.folder
+            step.convert(path)
             shown = path if out is None else out / path.name
-            rows.append(_judge(path, str(shown), name, method, windows, rows[0][0].perplexity))
+            rows.append(_judge(path, str(shown), step.name, step.method, step.windows, rows[0][0].perplexity))
             if progress:
                 progress(done + 1, len(steps))
     return DemoReport(
@@ -131,7 +212,9 @@ def _judge(
         method=method,
         refine_windows=windows,
         attention_kind=looked.attention_kind,
-        num_key_value_heads=looked.num_key_value_heads,
+        num_key_value_heads=None if looked.kv_lora_rank else looked.num_key_value_heads,
+        kv_lora_rank=looked.kv_lora_rank,
+        qk_rope_head_dim=looked.qk_rope_head_dim,
         kv_elements_per_token_per_layer=cache.kv_elements_per_token_per_layer,
         kv_bytes_per_token=cache.kv_bytes_per_token,
         context=cache.context,

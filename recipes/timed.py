@@ -23,21 +23,22 @@ class Made:
     peak_bytes: int
 
 
-def timed_convert(source: Path, out: Path, options: dict[str, str]) -> Made:
-    """Run `kvfold convert gqa`, or find what the same code made before with the same options.
+def timed_convert(source: Path, out: Path, options: dict[str, str], to: str = "gqa") -> Made:
+    """Run `kvfold convert`, or find what the same code made before with the same options.
 
     Args:
         options: flags and their values.
+        to: what to convert to, a sub-command.
 
     Raises:
         CheckFailed: the command failed; it has said why.
     """
     said = out.with_name(f"{out.name}.made.json")
-    asked = {"options": options, "code": code_digest()}
+    asked = {"to": to, "options": options, "code": code_digest()}
     if out.exists() and said.exists() and (found := json.loads(said.read_text()))["asked"] == asked:
         return Made(out, found["seconds"], found["peak_bytes"])
     flags = [part for option in options.items() for part in option]
-    command = [sys.executable, "-m", "kvfold.cli", "convert", "gqa", str(source), str(out), "--overwrite", *flags]
+    command = [sys.executable, "-m", "kvfold.cli", "convert", to, str(source), str(out), "--overwrite", *flags]
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
@@ -51,5 +52,5 @@ def timed_convert(source: Path, out: Path, options: dict[str, str]) -> Made:
 def code_digest() -> str:
     """A hash of everything that converts."""
     package = Path(__file__).parents[1]
-    paths = sorted(path for folder in ("common", "convert") for path in (package / folder).rglob("*.py"))
+    paths = sorted(path for folder in ("attention", "common", "convert") for path in (package / folder).rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]

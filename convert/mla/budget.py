@@ -16,11 +16,17 @@ _TRIED = ("high", "fold")
 
 @dataclass(frozen=True)
 class Room:
-    """What a source has: `turning` coordinates a head, `kv_size` = G*d, and hidden size."""
+    """What a source has: `turning` coordinates a head, `kv_size` = G*d, hidden size, and whether some layers have no
+    positions, where nothing of a key goes into the rotary part."""
 
     turning: int
     kv_size: int
     hidden_size: int
+    still_layers: bool = False
+
+    def most(self, rope_dim: int) -> int:
+        """The rank of a latent that holds all that the rotary key of this size leaves."""
+        return full_rank(self.kv_size, 0 if self.still_layers else rope_dim, self.hidden_size)
 
 
 @dataclass(frozen=True)
@@ -65,10 +71,6 @@ def choices(
     if kv_rank is not None and kv_rank < 1:
         raise UserError(f"a latent of rank {kv_rank} holds nothing; give 1 or more")
     if kv_rank is not None and rope_dim is not None:
-        if kv_rank > (most := full_rank(room.kv_size, rope_dim, room.hidden_size)):
-            raise UserError(
-                f"rank {kv_rank} is more than there is beside {rope_dim} rotary numbers; give {most} or less"
-            )
         dims = [rope_dim]
     elif budget is None:
         raise UserError("say how large the cache may be: --kv-rank and --rope-dim, or --kv-elements, or --kv-ratio")
@@ -78,15 +80,19 @@ def choices(
         dims = [min(budget - kv_rank, room.turning) // 2 * 2]
     else:
         dims = sorted({max(2, int(share * room.turning) // 2 * 2) for share in _SHARES}, reverse=True)
+        if dims[-1] >= budget:  # none of them leaves room for a latent
+            dims = [(budget - 1) // 2 * 2]
     names = _TRIED if rope_select == "auto" else (rope_select,)
     found: dict[tuple[int, Channels], Choice] = {}
     for dim in dims:
-        rank = kv_rank
+        most, rank = room.most(dim), kv_rank
         if rank is None:
             assert budget is not None
-            rank = min(budget - dim, full_rank(room.kv_size, dim, room.hidden_size))
+            rank = min(budget - dim, most)
         if dim < 2 or rank < 1:
             continue
+        if rank > most:
+            raise UserError(f"rank {rank} is more than there is beside {dim} rotary numbers; give {most} or less")
         for name in names:
             choice = Choice(name, dim, rank)
             found.setdefault((dim, choice.channels(room)), choice)  # with all frequencies kept, all are the same

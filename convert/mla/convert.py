@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -21,7 +21,7 @@ from ..directory import check_paths, lay_out, write_directory
 from ..families import Promise, Sizes
 from ..headers import FLOATS, ITEM_BYTES, TensorInfo, main_dtype
 from ..latent_families import KNOWN, PREFIX
-from ..request import rehearse, request
+from ..request import Request, rehearse, request
 from ..rotary import rotary_of
 from ..source import Source, open_source
 from ..stream import Output
@@ -45,9 +45,9 @@ class MlaReport:
     result, the `source_` ones of the source, the `unpadded_` one of the result without padding to an engine's shape.
     `bytes` counts the weights.
 
-    `rope_select`, `qk_rope_head_dim` and `kv_lora_rank` are what was chosen; where it was searched for, `search_loss` is
-    its loss in nats a token on `search_windows` windows not calibrated on, and `search` has every choice's. A dry run
-    chooses the first that fits.
+    `rope_select`, `qk_rope_head_dim` and `kv_lora_rank` are what was chosen; where it was searched for, `search_loss`
+    is its loss in nats a token on `search_windows` windows not calibrated on, and `search` has every choice's. A dry
+    run chooses the first that fits.
 
     `stats` is the file of statistics that was used, made of `calib_tokens` tokens; empty where none was. Where the
     result was refined, `layer_errors_before` and `layer_errors_after` say how far each layer was from the source, see
@@ -135,7 +135,7 @@ def convert_mla(
     """Convert a checkpoint to multi-head latent attention, which caches `kv_rank + rope_dim` numbers a token and layer.
 
     Args:
-        src: a checkpoint directory, a GGUF file, or a Hub id.
+        src: a checkpoint directory, a GGUF file, or a Hub id; one in the plain form is exported as it is.
         out: the directory to create; it appears whole or not at all.
         kv_rank, rope_dim, kv_elements, kv_ratio: see `budget.choices`.
         rope_select: which frequencies keep their rotation, one of `rotation.SELECTS`; or `auto`: whatever loses least.
@@ -201,65 +201,42 @@ def convert_mla(
     )
     with ExitStack() as stack:
         source = stack.enter_context(open_source(src, revision=revision))
-        if source.config.model_type.startswith(PREFIX):
-            raise UserError(f"{src} is in the plain MLA form already; export it with kvfold convert stock")
-        check_latent(source, form)
-        sizes = Sizes(source.config)
-        room = Room(_turning(source), sizes["K"], sizes["D"])
-        candidates = choices(
-            room,
-            kv_rank=kv_rank,
-            rope_dim=rope_dim,
-            kv_elements=kv_elements,
-            kv_ratio=kv_ratio,
-            rope_select=rope_select,
-        )
-        promised = account(source.family, source.config, source.checkpoint.tensors)
-        plan = partial(_plan, source, promised, room, dtype=dtype)
-        # Whatever the form refuses, it refuses now, of the first choice: only sizes differ between them.
-        outputs, config, _ = plan(candidates[0])
-        written = exporting(source, outputs, config, [1.0] * sizes["L"])
         describe = partial(_report, source, out, form, max_shard_size, dry_run)
-        report = describe(candidates[0], config, written)
+        if source.config.model_type.startswith(PREFIX):
+            sizes = (kv_rank, rope_dim, kv_elements, kv_ratio)
+            made = _as_it_is(
+                source, form, dtype, learning=bool(calib or stats or refine), sized=any(map(_is_said, sizes))
+            )
+            if dry_run:
+                return describe(made, exporting(source, made))
+        else:
+            check_latent(source, form)
+            room = _room(source)
+            candidates = choices(
+                room,
+                kv_rank=kv_rank,
+                rope_dim=rope_dim,
+                kv_elements=kv_elements,
+                kv_ratio=kv_ratio,
+                rope_select=rope_select,
+            )
+            promised = account(source.family, source.config, source.checkpoint.tensors)
+            plan = partial(_plan, source, promised, room, dtype=dtype)
+            candidates, made, written = _holdable(candidates, plan, partial(exporting, source))
+            report = describe(made, written)
+            if asked.weights_only:
+                report = replace(report, warnings=[*report.warnings, WEIGHTS_ONLY])
+            if dry_run:
+                return rehearse(report, source, asked)
+            made = _learn(stack, source, asked, candidates, plan, search_windows, progress)
+            if form != "plain" and not asked.refining:
+                made = replace(made, latent_sizes=made.factors.latent_sizes())
+            if not is_main_process():
+                return replace(report, **made.said)
+        written = exporting(source, made)
+        report = describe(made, written)
         if asked.weights_only:
             report = replace(report, warnings=[*report.warnings, WEIGHTS_ONLY])
-        if dry_run:
-            return rehearse(report, source, asked)
-        from ..calibration.calibrate import Runner, find_statistics
-
-        said: dict[str, Any] = {}
-        about = statistics = learnt = None
-        runner = Runner(source, asked.how)
-        if asked.calibrates:
-            statistics = find_statistics(runner, asked.stats, progress)
-            about = statistics.about
-            said |= {"stats": str(statistics.path), "calib_tokens": about.tokens, "calib_kinds": about.kinds}
-        plan = partial(plan, statistics=statistics, device=runner.device)
-        choice = candidates[0]
-        if len(candidates) > 1:
-            from .search import search
-
-            found = search(runner, candidates, lambda choice: plan(choice)[:2], search_windows, progress)
-            best = found[0]
-            choice = Choice(best.rope_select, best.rope_dim, best.kv_rank)
-            said |= {
-                "search_windows": search_windows,
-                "search_loss": best.loss,
-                "search": [asdict(one) for one in found],
-            }
-        outputs, config, factors = plan(choice)
-        latent_sizes = None if asked.refining or form == "plain" else factors.latent_sizes()
-        if asked.refining:
-            from ..refine import refine_layers
-
-            outputs, refined = stack.enter_context(refine_layers(runner, outputs, config, asked.refining, progress))
-            said |= asdict(refined)
-            learnt = asdict(asked.refining) | {"text": refined.refine_text, "kinds": refined.refine_kinds}
-        if not is_main_process():
-            return replace(report, **said)
-        written = exporting(source, outputs, config, latent_sizes)
-        report = describe(choice, config, written)
-        report = replace(report, **said, warnings=[*report.warnings, *([WEIGHTS_ONLY] if asked.weights_only else [])])
         with progress("writing") as advance:
             left_out = write_directory(
                 source,
@@ -268,14 +245,12 @@ def convert_mla(
                 config=written.config,
                 recipe={
                     "command": "convert mla",
-                    **asdict(choice),
+                    **asdict(made.choice),
                     "form": form,
                     "readers": list(readers) if form != "plain" else [],
                     "pad_to_engine": pad_to_engine,
                     "q_rank": q_rank,
-                    "calibration": asdict(about) if about else NO_TEXT,
-                    "search": said.get("search"),
-                    "refine": learnt,
+                    **made.learnt,
                     "dtype": dtype,
                     "max_shard_size": max_shard_size,
                 },
@@ -287,10 +262,117 @@ def convert_mla(
     return replace(report, files_left_out=left_out)
 
 
-def _turning(source: Source) -> int:
-    """How many coordinates of a head turn, in the layers that have positions."""
-    config = source.config.full
-    return max(2 * len(rotary_of(source.family, config, layer).re) for layer in range(config.num_hidden_layers))
+@dataclass(frozen=True)
+class _Made:
+    """A plain form that is ready to be written, or exported.
+
+    Attributes:
+        choice: its sizes.
+        outputs, config: its tensors and its config.json.
+        factors: where its tensors come from, if they are computed.
+        latent_sizes: see `stock.export`.
+        said: what the report says of it.
+        learnt: what the record says of how it was made.
+    """
+
+    choice: Choice
+    outputs: list[Output]
+    config: dict[str, Any]
+    factors: LayerFactors | None = None
+    latent_sizes: Sequence[float] | None = None
+    said: dict[str, Any] = field(default_factory=dict)
+    learnt: dict[str, Any] = field(default_factory=dict)
+
+
+def _is_said(value: object) -> bool:
+    return value is not None
+
+
+def _as_it_is(source: Source, form: str, dtype: str | None, *, learning: bool, sized: bool) -> _Made:
+    """A plain checkpoint, to be exported."""
+    from .stock import plain_model
+
+    if form == "plain":
+        raise UserError(f"{source.name} is in the plain form already; leave --form out to export it")
+    if learning or sized:
+        raise UserError(
+            f"{source.name} is in the plain form already and is exported as it is; leave out sizes, --calib, --stats "
+            "and --refine"
+        )
+    plain = plain_model(source)
+    sizes = plain.config["qk_rope_head_dim"], plain.config["kv_lora_rank"]
+    return _Made(Choice("as it is", *sizes), list(plain.outputs), dict(plain.config))
+
+
+def _holdable(
+    candidates: list[Choice], plan: Callable[[Choice], _Made], exporting: Callable[[_Made], Stock]
+) -> tuple[list[Choice], _Made, Stock]:
+    """The choices that the form and its readers can hold, and the first of them as it would be written.
+
+    Raises:
+        UserError: there is none; what is in the way of the first.
+    """
+    held, first, refused = [], None, None
+    for choice in candidates:
+        made = plan(choice)
+        made = replace(made, latent_sizes=[1.0] * made.factors.sizes["L"])  # nothing is computed yet
+        try:
+            written = exporting(made)
+        except UserError as error:
+            refused = refused or error
+            continue
+        held.append(choice)
+        first = first or (made, written)
+    if first is None:
+        assert refused is not None
+        raise refused
+    return held, *first
+
+
+def _learn(
+    stack: ExitStack,
+    source: Source,
+    asked: Request,
+    candidates: list[Choice],
+    plan: Callable[..., _Made],
+    search_windows: int,
+    progress: Stages,
+) -> _Made:
+    """Calibrate, choose, factor and refine."""
+    from ..calibration.calibrate import Runner, find_statistics
+
+    runner, said, learnt = Runner(source, asked.how), {}, {"calibration": NO_TEXT, "search": None, "refine": None}
+    statistics, choice = None, candidates[0]
+    if asked.calibrates:
+        statistics = find_statistics(runner, asked.stats, progress)
+        about = statistics.about
+        said |= {"stats": str(statistics.path), "calib_tokens": about.tokens, "calib_kinds": about.kinds}
+        learnt["calibration"] = asdict(about)
+    plan = partial(plan, statistics=statistics, device=runner.device)
+    if len(candidates) > 1:
+        from .search import search
+
+        found = search(runner, candidates, plan, search_windows, progress)
+        choice = found[0].choice
+        learnt["search"] = [asdict(one.choice) | {"loss": one.loss} for one in found]
+        said |= {"search_windows": search_windows, "search_loss": found[0].loss, "search": learnt["search"]}
+    made = plan(choice)
+    if asked.refining:
+        from ..refine import refine_layers
+
+        outputs, refined = stack.enter_context(
+            refine_layers(runner, made.outputs, made.config, asked.refining, progress)
+        )
+        made = replace(made, outputs=outputs)
+        said |= asdict(refined)
+        learnt["refine"] = asdict(asked.refining) | {"text": refined.refine_text, "kinds": refined.refine_kinds}
+    return replace(made, said=said, learnt=learnt)
+
+
+def _room(source: Source) -> Room:
+    config, sizes = source.config.full, Sizes(source.config)
+    turning = [2 * len(rotary_of(source.family, config, layer).re) for layer in range(config.num_hidden_layers)]
+    return Room(max(turning), sizes["K"], sizes["D"], still_layers=0 in turning)
 
 
 def _plan(
@@ -302,8 +384,8 @@ def _plan(
     dtype: str | None,
     statistics: Statistics | None = None,
     device: str = "cpu",
-) -> tuple[list[Output], dict[str, Any], LayerFactors]:
-    """The plain form of a choice: its tensors, its config.json, and the factors that they come from."""
+) -> _Made:
+    """The plain form of a choice."""
     from . import plain_form
     from .layers import LayerFactors
 
@@ -319,26 +401,22 @@ def _plan(
         device=device,
     )
     config = plain_form.config_of(source, kept, choice.kv_rank, biased=biased, dtype=dtype)
-    return plain_form.plan(source, promised, factors, config, dtype), config, factors
+    return _Made(choice, plain_form.plan(source, promised, factors, config, dtype), config, factors)
 
 
-def _export(
-    source: Source,
-    outputs: list[Output],
-    config: dict[str, Any],
-    latent_sizes: Sequence[float] | None,
-    *,
-    form: str,
-    dtype: str | None,
-    **options: Any,
-) -> Stock:
+def _export(source: Source, made: _Made, *, form: str, dtype: str | None, **options: Any) -> Stock:
     """What is to be written: the stock form, or the plain one as it is."""
-    from .stock import PlainModel, Stock, export
+    from .stock import PlainModel, Stock, export, plain_model
 
     if form == "plain":
-        return Stock(config, outputs, ())
-    plain = PlainModel(config, KNOWN[config["model_type"]], outputs, source.checkpoint, source.config.raw)
-    return export(plain, **options, dtype=dtype, latent_sizes=latent_sizes)
+        return Stock(made.config, made.outputs, ())
+    if made.factors is None:
+        plain = plain_model(source)
+    else:
+        plain = PlainModel(
+            made.config, KNOWN[made.config["model_type"]], made.outputs, source.checkpoint, source.config.raw
+        )
+    return export(plain, **options, dtype=dtype, latent_sizes=made.latent_sizes)
 
 
 def _report(
@@ -347,13 +425,12 @@ def _report(
     form: str,
     max_shard_size: int | None,
     dry_run: bool,
-    choice: Choice,
-    plain: dict[str, Any],
+    made: _Made,
     written: Stock,
 ) -> MlaReport:
     from ..config import from_raw
 
-    sizes, config = Sizes(source.config), from_raw(written.config)
+    sizes, config, choice = Sizes(source.config), from_raw(written.config), made.choice
     before, after = kv_elements(source.config), kv_elements(config)
     unpadded = choice.kv_rank + choice.rope_dim
     outputs, caching = written.outputs, sum(cached_tokens(source.config, 1))
@@ -392,4 +469,5 @@ def _report(
         files_left_out=[],
         dry_run=dry_run,
         warnings=warnings,
+        **made.said,
     )

@@ -1,19 +1,21 @@
 """One layer's keys and values as a rotary key that all heads share, and a latent without position.
 
-A logit `q . R k`, R turning by the distance, becomes `q' . R kappa + q . U c`: kappa the shared rotary key, c the latent.
+A logit `q . R k`, R turning by the distance, becomes `q' . R kappa + q . U c`: kappa the shared rotary key, c the
+latent.
 Let g be the gradient at a key, and s the one that the key would have if it did not turn (see `calibration.still`).
 Then the loss minds `g . (k - T kappa) - s . U c`, which is small when U c is not the rest of the key itself, but what
 the loss can tell of it once it stands still. With F_g, F_s, X the moments of g, of s, and of both, E[g s^T]:
 
-1. What can be told. The best stand-in for a rest k_r is `F_s^{-1} X^T k_r`; what no still key makes good weighs
-   `F_g - X F_s^{-1} X^T`. That is nothing for a frequency that hardly turns, and most of F_g for one that turns fast.
+1. What can be told. The best stand-in for a rest k_r is `M k_r`, `M = F_s^{-1} X^T`, taken head by head: no worse than
+   over all heads, and told by fewer tokens. What no still key makes good then weighs the moment of `g - M^T s`. That
+   is nothing for a frequency that hardly turns, and most of F_g for one that turns fast.
 2. Rotary channels. RoPE turns all heads alike, so any complex mixture of a frequency's channels over the heads may be
    kept, and a channel may fold several frequencies, turning by the angle of the first. With S and P the complex blocks
    of the keys' moment and of what step 1 found over heads and frequencies z of a channel, and u the top eigenvector of
    P^{1/2} S P^{1/2}: kappa = u^H P^{1/2} z, z ~ P^{-1/2} u kappa.
-3. Latent. Of `Z = [F_s^{-1} X^T W_rest; W_v]` the best approximation of rank r, where errors count by F_s and F_v: with U
-   the top eigenvectors of `F^{1/2} Z C Z^T F^{1/2}`, F = diag(F_s, F_v), the latent is `U^T F^{1/2} Z x`, and
-   `F^{-1/2} U` reads it back.
+3. Latent. Of `Z = [M W_rest; W_v]` the best approximation of rank r, where errors count by F_s and F_v: with U the top
+   left singular vectors of `F^{1/2} Z C^{1/2}`, F = diag(F_s, F_v), the latent is `U^T F^{1/2} Z x`, and `F^{-1/2} U`
+   reads it back.
 4. Constants, where the result has biases. A constant in a key that does not turn adds the same to all logits of a query
    and drops out of the softmax; one in the values comes through attention as it is, and can be left to the bias after
    it. So the latent holds the spread of keys and values, not their means.
@@ -98,9 +100,13 @@ def factorise(
         mean = seen[-1:] / seen[-1, -1]  # of [x; 1]
         seen -= seen[-1, -1] * mean.mT @ mean
     weight = psd_root(moments.still)
-    stand_in = weight.inverse @ weight.inverse @ moments.cross.mT  # [K, K]
-    beyond = moments.key - moments.cross @ stand_in  # what no still key makes good
-    beyond = (beyond + beyond.mT) / 2
+    stand_in = _stand_in(moments, heads)
+    starts = torch.arange(heads, device=keys.device)[:, None] * d
+    free = (starts + torch.tensor(rotary.free, dtype=torch.long, device=keys.device)).flatten()
+    # What does not turn stands in for itself, whatever a floor or rounding made of its moments.
+    stand_in[:, free] = torch.eye(len(stand_in)).to(stand_in)[:, free]
+    crossed = moments.cross @ stand_in
+    beyond = moments.key - crossed - crossed.mT + stand_in.mT @ moments.still @ stand_in  # of g - M^T s
 
     rows = keys.flatten(0, 1)  # [K, D + 1]
     rotary_in, rotary_out = _rotary_channels(rows, moments.inputs, beyond, heads, rotary, channels)
@@ -111,8 +117,11 @@ def factorise(
     value = psd_root(moments.value)
     root, inverse = (torch.block_diag(*pair) for pair in ((weight.root, value.root), (weight.inverse, value.inverse)))
     felt = root @ both
-    sizes, vectors = torch.linalg.eigh(felt @ seen @ felt.mT)
-    top = vectors[:, len(vectors) - rank :]  # [2K, r]
+    check_finite(felt)
+    # Singular values of a square root, as eigenvalues of the product would drown the smallest in rounding.
+    squares, axes = torch.linalg.eigh(seen)
+    vectors, sizes, _ = torch.linalg.svd(felt @ (axes * squares.clamp_min(0).sqrt()), full_matrices=False)
+    top = vectors[:, :rank]  # [2K, r]
     out, change = torch.linalg.qr(inverse @ top)
     latent_in = change @ top.mT @ felt  # [r, D + 1]
     shift = torch.zeros_like(values[..., 0])
@@ -120,8 +129,22 @@ def factorise(
         latent_in[:, -1] -= latent_in @ mean[0]
         shift = (values @ mean[0]).view(heads, d)  # [G, d, D + 1] [D + 1]
     key_out, value_out = out.unflatten(0, (2, heads, d))
-    lost += float(sizes[: len(sizes) - rank].clamp_min(0).sum())
+    lost += float(sizes[rank:].square().sum())
     return Factors(rotary_in, rotary_out.unflatten(0, (heads, d)), latent_in, key_out, value_out, shift, lost)
+
+
+def _stand_in(moments: Moments, heads: int) -> Tensor:
+    """Step 1: M, [K, K], one block a head."""
+    still, cross = (
+        torch.stack([moment[part, part] for part in _parts(len(moment), heads)])
+        for moment in (moments.still, moments.cross)
+    )  # [G, d, d]
+    inverse = psd_root(still).inverse
+    return torch.block_diag(*(inverse @ inverse @ cross.mT))
+
+
+def _parts(size: int, heads: int) -> list[slice]:
+    return [slice(start, start + size // heads) for start in range(0, size, size // heads)]
 
 
 def _rotary_channels(

@@ -22,7 +22,7 @@ def channels(select: str, kept: int, pairs: int) -> Channels:
 
     Args:
         select: `high` keeps the first frequencies, and folds those next to them into the last one; `fold` takes even
-            steps through all of them, and folds into each those up to the next; `stride` takes steps, and folds nothing.
+            steps through all of them, and folds into each those up to the next; `stride` takes steps and folds nothing.
         kept, pairs: F and P.
 
     Raises:

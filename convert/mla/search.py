@@ -4,29 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ...common.progress import Stages
+from ...common.progress import Progress, Stages
 from ...common.scoring import logit_chunks, token_nll
 from ..calibration.calibrate import Runner
 from ..calibration.result import result_model
 from ..stream import Output
 from .budget import Choice
 
-Plan = Callable[[Choice], tuple[list[Output], dict[str, Any]]]
-"""The plain form of a choice: its tensors, and its config.json."""
+
+class Planned(Protocol):
+    """The plain form of a choice: its tensors, and its config.json."""
+
+    @property
+    def outputs(self) -> list[Output]: ...
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+
+Plan = Callable[[Choice], Planned]
 
 
 @dataclass(frozen=True)
 class Measured:
     """A choice, and its loss in nats a token."""
 
-    rope_select: str
-    rope_dim: int
-    kv_rank: int
+    choice: Choice
     loss: float
 
 
@@ -45,10 +54,14 @@ def search(runner: Runner, candidates: Sequence[Choice], plan: Plan, windows: in
     with progress("searching") as report:
         total = len(candidates) * runner.sizes["L"]
         for number, choice in enumerate(candidates):
-            done = number * runner.sizes["L"]
-            loss = mean_loss(runner, *plan(choice), batches, lambda layer, done=done: report(done + layer + 1, total))
-            measured.append(Measured(choice.rope_select, choice.rope_dim, choice.kv_rank, loss))
+            made = plan(choice)
+            advance = partial(_advance, report, number * runner.sizes["L"], total)
+            measured.append(Measured(choice, mean_loss(runner, made.outputs, made.config, batches, advance)))
     return sorted(measured, key=lambda one: one.loss)
+
+
+def _advance(report: Progress, done: int, total: int, layer: int) -> None:
+    report(done + layer + 1, total)
 
 
 @torch.no_grad()

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ..real.smollm2 import fetch_source
 from ..tiny import MODEL_DIR
 from .compare import Tolerance
 
-# By the weights that an engine computes with. In a random model the neutral norm is off by 2.9 in F16 and by 6.2 in
-# Q8_0, the large-eps form by 0.01 and 0.2. Rounding turns a near tie of two tokens, and greedy text with it.
+# By the weights that an engine computes with. SmolLM2 itself, unconverted, is off by 0.04 in F16 and by 1.3 in Q8_0;
+# the neutral norm by 2.9 to 15 in F16, and by 6 or more in Q8_0. Rounding turns near ties, and greedy text with them.
 TOLERANCES = {
     "F32": Tolerance(difference=1e-3, greedy=32),
     "F16": Tolerance(difference=0.1, greedy=0),
-    "Q8_0": Tolerance(difference=1.0, greedy=0),
+    "Q8_0": Tolerance(difference=2.0, greedy=0),
 }
 
 
 @dataclass(frozen=True)
 class Export:
-    """A checkpoint to serve: a random one of the given sizes, or a source and the options of `kvfold convert mla`."""
+    """A checkpoint to serve: a random one of the given sizes, or a source and the options of `kvfold convert mla`; a
+    source without options is served as it is, to show what the weights alone cost."""
 
     source: str
     sizes: Mapping[str, Any] = field(default_factory=dict)
@@ -51,7 +51,9 @@ class Case:
 SOURCES = {"embedded": lambda cache: MODEL_DIR, "smollm2": fetch_source}
 
 _WIDE = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-_FEW = {"--calib-windows": "4"}
+# Few windows, as nothing is said of quality here. The embedded model is stored in bfloat16, in which the two forms of
+# one model round differently.
+_FEW = {"--calib-windows": "4", "--dtype": "float32"}
 _EMBEDDED = {"--kv-rank": "96", "--rope-dim": "32", **_FEW}
 _SMOLLM2 = {"--kv-rank": "192", "--rope-dim": "64", **_FEW}
 
@@ -67,6 +69,7 @@ EXPORTS: dict[str, Export] = {
         "random",
         {"kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 48},
     ),
+    "smollm2-source": Export("smollm2"),
     "embedded-padded": Export(
         "embedded", options={**_EMBEDDED, "--for": "transformers,vllm,vllm-transformers", "--pad-to-engine": None}
     ),
@@ -93,14 +96,11 @@ _ROWS = (
     Case("embedded-neutral", "llama.cpp", "F16", broken=True),
     Case("embedded-large-eps", "llama.cpp", "F16", reference="embedded-neutral"),
     Case("embedded-large-eps", "llama.cpp", "Q8_0", reference="embedded-neutral"),
+    Case("smollm2-source", "llama.cpp", "F16"),
+    Case("smollm2-source", "llama.cpp", "Q8_0"),
     Case("smollm2-padded", "vllm"),
     Case("smollm2-neutral", "llama.cpp"),
     Case("smollm2-large-eps", "llama.cpp", "F16", reference="smollm2-neutral"),
     Case("smollm2-large-eps", "llama.cpp", "Q8_0", reference="smollm2-neutral"),
 )
 CASES: dict[str, Case] = {f"{row.export}/{row.engine}/{row.weights}": row for row in _ROWS}
-
-
-def make_source(name: str, cache: Path) -> Path:
-    """The checkpoint directory of a source."""
-    return SOURCES[name](cache)

@@ -51,7 +51,7 @@ class Figures:
         greedy: how many greedy tokens are equal before the first that is not.
         new_tokens: of how many.
         cached: elements that the engine caches for one token in one layer.
-        expected_cached: `kv_lora_rank + qk_rope_head_dim`.
+        expected_cached: what it should, by the config.
     """
 
     version: str
@@ -103,5 +103,5 @@ def fault(figures: Figures, tolerance: Tolerance) -> str:
     if figures.greedy < tolerance.greedy:
         return f"{figures.greedy} of {figures.new_tokens} greedy tokens are equal, {tolerance.greedy} are asked for"
     if abs(figures.cached - figures.expected_cached) > 0.01 * figures.expected_cached:
-        return f"it caches {figures.cached:g} elements a token and layer, the latent has {figures.expected_cached}"
+        return f"it caches {figures.cached:g} elements a token and layer, the config says {figures.expected_cached}"
     return ""

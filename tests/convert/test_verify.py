@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvfold.common.errors import UserError
 from kvfold.common.windows import split_windows
 from kvfold.convert.gqa import convert_gqa
+from kvfold.convert.mla.convert import convert_mla
 from kvfold.convert.verify import decoder_layers, distance, verify
 from kvfold.eval.ppl import perplexity
 
@@ -229,6 +231,68 @@ def test_an_exact_conversion_is_no_distance(tmp_path, shared):
     assert report.top1_agreement == 1
     assert report.layer_errors == pytest.approx([0] * LAYERS, abs=1e-12)
     assert report.passed
+
+
+@pytest.fixture
+def latent(tmp_path):
+    """A source with a single KV head, which MLA of full rank holds exactly; a text; and how to convert it."""
+    model = make_llama(num_key_value_heads=1, rms_norm_eps=1e-5)
+    src = tmp_path / "src"
+    model.save_pretrained(src)
+    make_tokenizer().save_pretrained(src)
+    sizes = {"kv_rank": 16, "rope_dim": 16, "rope_select": "high", "calib": ["none"]}
+
+    def convert(form, **options):
+        convert_mla(src, tmp_path / form, form=form, **sizes, **options)
+        return tmp_path / form
+
+    return src, write_text(tmp_path / "text.txt", model), convert
+
+
+# The stock form's norms are computed in fp32.
+@pytest.mark.parametrize(("form", "off"), [("plain", 1e-9), ("deepseek_v3", 1e-5)])
+def test_latent_attention_is_compared_layer_by_layer(form, off, latent):
+    src, text, convert = latent
+    report = verify(src, out := convert(form), text=[text], window=WINDOW, dtype="float64")
+    assert max(report.layer_errors) < off
+    assert report.kl == pytest.approx(0, abs=off**2)
+    assert (report.top1_agreement, report.passed, report.first_bad_layer) == (1, True, None)
+    weights = load_file(out / "model.safetensors")
+    name = "model.layers.1.self_attn.o_proj.weight"
+    save_file({**weights, name: weights[name].flip(0).contiguous()}, out / "model.safetensors", {"format": "pt"})
+    report = verify(src, out, text=[text], window=WINDOW, dtype="float64")
+    assert (report.first_bad_layer, report.layer_errors[0] < off) == (1, True)
+
+
+def test_the_residual_scale_of_an_export_is_taken_out_on_either_side(latent):
+    src, text, convert = latent
+    stock, plain = convert("deepseek_v3"), convert("plain")
+    scale = json.loads((stock / "config.json").read_text())["kvfold"]["residual_scale"]
+    assert scale == pytest.approx(0.1**0.5)
+    report = verify(stock, plain, text=[text], window=WINDOW, dtype="float64")
+    assert max(report.layer_errors) < 1e-5
+    with torch.no_grad():
+        models = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (stock, src))
+        ours, theirs = (model(torch.arange(20)[None], output_hidden_states=True).hidden_states[1] for model in models)
+    torch.testing.assert_close(ours, scale * theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [0, -1, "1", None, math.inf])
+def test_a_residual_scale_that_cannot_be_is_refused(scale, latent):
+    src, text, convert = latent
+    path = convert("deepseek_v3") / "config.json"
+    config = json.loads(path.read_text())
+    config["kvfold"]["residual_scale"] = scale
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"residual(_scale is| stream was)"):
+        verify(src, path.parent, text=[text], window=WINDOW)
+
+
+def test_an_export_that_transformers_does_not_read_is_refused(latent):
+    src, text, convert = latent
+    out = convert("deepseek_v3", readers=["llama.cpp"])
+    with pytest.raises(UserError, match=r"transformers would not read .*; verify an export for transformers, or"):
+        verify(src, out, text=[text], window=WINDOW)
 
 
 @pytest.mark.parametrize("case", [*CASES, "gpt2"])

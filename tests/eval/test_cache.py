@@ -6,6 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from kvfold.common.errors import UserError
+from kvfold.convert.mla.convert import convert_mla
 from kvfold.eval.cache import cache_size, measure_cache
 
 from .conftest import CONTEXT, make_model
@@ -109,3 +110,21 @@ def test_the_default_context_is_bounded(llama):
 def test_contexts_that_do_not_fit(context, message, llama):
     with pytest.raises(UserError, match=message):
         measure_cache(llama, model="m", context=context)
+
+
+@pytest.mark.parametrize("form", ["deepseek_v3", "plain"])
+def test_a_latent_is_what_is_held(form, llama, save, tmp_path):
+    src, out = save(llama, tokenizer=False), tmp_path / "out"
+    convert_mla(src, out, form=form, kv_rank=10, rope_dim=4, rope_select="high", calib=["none"])
+    before, after = cache_size(src), cache_size(out)
+    assert before.measured_kv_elements_per_token_per_layer == 32
+    assert after.kv_elements_per_token_per_layer == after.measured_kv_elements_per_token_per_layer == 14
+    assert after.kv_bytes == after.measured_kv_bytes == after.measured_storage_bytes == CONTEXT * 2 * 14 * 4
+
+
+def test_padding_is_held_too(llama, save, tmp_path):
+    llama.config.rope_parameters = {"rope_type": "default", "rope_theta": 10.0}
+    src, out = save(llama, tokenizer=False), tmp_path / "out"
+    sizes = {"kv_rank": 10, "rope_dim": 8, "rope_select": "high", "calib": ["none"]}
+    convert_mla(src, out, pad_to_engine=True, **sizes)
+    assert cache_size(out, context=8).measured_kv_elements_per_token_per_layer == 576

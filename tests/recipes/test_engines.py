@@ -43,7 +43,7 @@ def test_an_equal_answer_is_right_also_when_its_sums_round():
         ({"decode": make_answer(1).decode}, "differ by .* over the decode"),
         ({"prompt": np.full((5, 7), np.nan)}, "differ by nan"),
         ({"tokens": np.array([3, 1, 0, 0])}, "2 of 4 greedy tokens are equal, 4"),
-        ({"cached": 64.0}, "it caches 64 elements a token and layer, the latent has 32"),
+        ({"cached": 64.0}, "it caches 64 elements a token and layer, the config says 32"),
     ],
 )
 def test_a_wrong_answer_is_a_fault(change, wrong):

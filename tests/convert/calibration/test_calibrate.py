@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from kvfold.common.errors import UserError
 from kvfold.convert.calibration import calibrate as module
 from kvfold.convert.calibration.calibrate import Runner, calibrate
 from kvfold.convert.calibration.knobs import Calibration
+from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.convert.calibration.store import Statistics
 from kvfold.convert.calibration.text import CalibText
 from kvfold.convert.gqa import convert_gqa
@@ -29,6 +30,7 @@ from ...gguf_file import write_gguf
 
 LAYERS, HIDDEN = 2, 32
 WINDOWS, WINDOW = 6, 40
+MOMENTS = tuple(field.name for field in fields(LayerStatistics))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def test_report(shared, text, knobs, tmp_path):
     for number in range(LAYERS):
         layer = statistics.layer(number)
         assert layer.inputs[-1, -1] == 1
-        assert all(moment.diagonal().min() > 0 for moment in (layer.inputs, layer.key_fisher, layer.value_fisher))
+        assert all(getattr(layer, name).diagonal().min() > 0 for name in MOMENTS if name != "still_cross")
     assert stages[-1] == ("calibrating", LAYERS * WINDOWS, LAYERS * WINDOWS)
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
 
@@ -174,7 +176,7 @@ def test_offload_and_batches_give_the_same(shared, knobs, tmp_path):
     calibrate(shared, tmp_path / "b", **knobs, dtype="float64", offload=True, batch_size=4)
     one, other = (Statistics.open(tmp_path / name) for name in ("a", "b"))
     for number in range(LAYERS):
-        for field in ("inputs", "key_fisher", "value_fisher"):
+        for field in MOMENTS:
             pair = getattr(one.layer(number), field), getattr(other.layer(number), field)
             torch.testing.assert_close(*pair, rtol=1e-5, atol=1e-6 * float(pair[0].max()))
 
@@ -347,7 +349,7 @@ def test_two_processes_give_what_one_gives(windows, text, tmp_path):
     assert report == {**vars(alone), "model": str(tmp_path / "two")}
     one, two = (Statistics.open(tmp_path / name) for name in ("one", "two"))
     for number in range(4):
-        for name in ("inputs", "key_fisher", "value_fisher"):
+        for name in MOMENTS:
             expected, found = (getattr(statistics.layer(number), name) for statistics in (one, two))
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * float(expected.max()))
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -14,11 +14,20 @@ from safetensors.torch import load_file, save_file
 
 from kvfold.common.errors import EnvironmentFailure, UserError
 from kvfold.convert.calibration.statistics import LayerStatistics
-from kvfold.convert.calibration.store import About, Statistics, effective_rank, is_statistics, statistics_file
+from kvfold.convert.calibration.store import (
+    FORMAT_VERSION,
+    About,
+    Statistics,
+    effective_rank,
+    is_statistics,
+    statistics_file,
+)
 from kvfold.convert.headers import read_header
 
 D, K, L = 6, 4, 3
-ABOUT = About("a1", "b2", 100, 5, {"builtin:code": 3, "x.txt": 2}, True, "float32", D, K, L)
+ABOUT = About("a1", "b2", 100, 5, {"builtin:code": 3, "x.txt": 2}, True, False, "float32", D, K, L)
+STILL = replace(ABOUT, still=True)
+NONE = replace(ABOUT, fisher=False)
 
 
 def moment(size, rank, seed):
@@ -26,9 +35,10 @@ def moment(size, rank, seed):
     return rows.T @ rows
 
 
-def layers(fisher=True):
+def layers(about=ABOUT):
+    sizes = {name: D + 1 if name == "inputs" else K for name in about.names}
     return [
-        LayerStatistics(moment(D + 1, n + 2, n), *(moment(K, K, 10 * n + i) if fisher else None for i in (1, 2)))
+        LayerStatistics(**{name: moment(size, n + 2, 10 * n + i) for i, (name, size) in enumerate(sizes.items())})
         for n in range(L)
     ]
 
@@ -36,23 +46,24 @@ def layers(fisher=True):
 def write(path, about=ABOUT, **options):
     with statistics_file(path, about, **options) as writer:
         for number in (2, 0, 1):  # as segments may come
-            writer(number, layers(about.fisher)[number])
+            writer(number, layers(about)[number])
     return path
 
 
-@pytest.mark.parametrize("fisher", [True, False])
-def test_round_trip(fisher, tmp_path):
-    path = write(tmp_path / "deep/s.safetensors", replace(ABOUT, fisher=fisher))
+@pytest.mark.parametrize("about", [ABOUT, STILL, NONE], ids=["", "still", "none"])
+def test_round_trip(about, tmp_path):
+    path = write(tmp_path / "deep/s.safetensors", about)
     read = Statistics.open(path)
-    assert (read.about, read.path) == (replace(ABOUT, fisher=fisher), path)
+    assert (read.about, read.path) == (about, path)
     assert read.effective_ranks() == [2, 3, 4]
-    for number, layer in enumerate(layers(fisher)):
-        for name in ("inputs", "key_fisher", "value_fisher"):
+    for number, layer in enumerate(layers(about)):
+        for name in (field.name for field in fields(LayerStatistics)):
             kept, given = getattr(read.layer(number), name), getattr(layer, name)
             assert (kept is None) == (given is None)
             if kept is not None:
                 assert kept.dtype == torch.float64
                 assert torch.equal(kept, given.float().double())
+    assert {name.rpartition(".")[2] for name in load_file(path)} == {*about.names, "hashes", "effective_ranks"}
 
 
 def test_any_reader_of_safetensors_reads_it(tmp_path):
@@ -63,7 +74,8 @@ def test_any_reader_of_safetensors_reads_it(tmp_path):
 
 
 def test_key_is_of_all_that_decides():
-    changes = [{"source": "a2"}, {"text": "b3"}, {"fisher": False}, {"dtype": "bfloat16"}, {"format_version": 9}]
+    changes = [{"source": "a2"}, {"text": "b3"}, {"fisher": False}, {"still": True}, {"dtype": "bfloat16"}]
+    changes.append({"format_version": 9})
     keys = {ABOUT.key, *(replace(ABOUT, **change).key for change in changes)}
     assert len(keys) == 1 + len(changes)
     assert replace(ABOUT, kinds={"y.txt": 5}).key == ABOUT.key
@@ -107,7 +119,13 @@ def other_tensors(path):
 
 
 def next_version(path):
-    write(path, replace(ABOUT, format_version=2))
+    write(path, replace(ABOUT, format_version=FORMAT_VERSION + 1))
+
+
+def first_version(path):
+    """Which knew nothing of still keys."""
+    about = {key: value for key, value in ABOUT.__dict__.items() if key != "still"} | {"format_version": 1}
+    save_file({"x": torch.ones(4)}, path, {"kvfold": json.dumps(about)})
 
 
 @pytest.mark.parametrize(
@@ -123,6 +141,7 @@ def next_version(path):
         (foreign_metadata, "holds no statistics"),
         (other_tensors, "written by another version"),
         (next_version, "written by another version"),
+        (first_version, "make them again"),
     ],
 )
 def test_what_is_no_statistics_is_refused_in_one_line(spoil, message, tmp_path):
@@ -150,12 +169,13 @@ def test_an_existing_file_is_replaced_only_on_request(tmp_path):
     assert Statistics.open(path).about == other
 
 
-@pytest.mark.parametrize("name", ["inputs", "key_fisher", "value_fisher"])
+@pytest.mark.parametrize("name", STILL.names)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, 1e39])  # the last one is beyond fp32
 def test_a_number_that_is_none_is_refused_and_nothing_left(name, bad, tmp_path):
-    spoilt = replace(layers()[1], **{name: getattr(layers()[1], name).clone().fill_(bad)})
+    layer = layers(STILL)[1]
+    spoilt = replace(layer, **{name: getattr(layer, name).clone().fill_(bad)})
     refused = pytest.raises(UserError, match=rf"layer 1 has NaN or Inf .*\({name}\)")
-    with refused, statistics_file(tmp_path / "s.safetensors", ABOUT) as writer:
+    with refused, statistics_file(tmp_path / "s.safetensors", STILL) as writer:
         writer(1, spoilt)
     assert not list(tmp_path.iterdir())
 
@@ -202,9 +222,9 @@ def test_effective_rank(rank):
     assert effective_rank(moment(7, rank, 1) * 1e9) == rank
 
 
-@pytest.mark.parametrize("name", ["inputs", "key_fisher", "value_fisher"])
+@pytest.mark.parametrize("name", STILL.names)
 def test_one_flipped_bit_is_found(name, tmp_path):
-    path = write(tmp_path / "s.safetensors")
+    path = write(tmp_path / "s.safetensors", STILL)
     assert Statistics.open(path).is_whole()
     tensors, _ = read_header(path)
     info = next(info for info in tensors if info.name == f"layers.1.{name}")

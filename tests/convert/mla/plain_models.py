@@ -5,6 +5,7 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -60,6 +61,13 @@ def make_plain(folder, case="llama", *, dtype=torch.float64, **extra):
                 attention.kv_a_proj_with_mqa.weight[sizes["kv_lora_rank"] :] = 0
     model.to(dtype).save_pretrained(folder)
     return folder
+
+
+def multiply(folder, end, factor):
+    """Multiply the stored tensors whose names end so by `factor`: a number, or a tensor that broadcasts."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {name: tensor * factor for name, tensor in tensors.items() if name.endswith(end)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def opened(folder):

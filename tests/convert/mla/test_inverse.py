@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from kvfold.common.errors import UserError
 from kvfold.convert.plain import convert_plain
 
-from .plain_models import CASES, load, logits, make_plain
+from .plain_models import CASES, load, logits, make_plain, multiply
 from .test_stock import SHAPE, form, write
 
 FORMS = {
@@ -54,6 +54,19 @@ def test_export_and_back_is_the_same_model(tmp_path, tiny_engine, case, what):
     for name, tensor in before.items():
         torch.testing.assert_close(after[name], tensor, rtol=1e-14, atol=0, msg=name)
     assert config(tmp_path / "back") == config(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("readers", [["transformers"], ["transformers", "llama.cpp"]])
+def test_every_layer_has_its_own_scales(tmp_path, readers):
+    make_plain(tmp_path / "plain")
+    multiply(tmp_path / "plain", "layers.0.self_attn.kv_a_proj_with_mqa.weight", 100.0)
+    multiply(tmp_path / "plain", "layers.1.input_layernorm.weight", 10.0)
+    made, _ = there_and_back(tmp_path, readers=readers)
+    for scales in ("latent_scales", "query_scales")[: len(readers)]:
+        assert len(set(made.config["kvfold"][scales])) == 2
+    before, after = weights(tmp_path / "plain"), weights(tmp_path / "back")
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-14, atol=0, msg=name)
 
 
 @pytest.mark.parametrize("case", ["llama-tied", "qwen2"])

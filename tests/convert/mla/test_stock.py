@@ -19,7 +19,7 @@ from kvfold.convert.mla.stock import export
 from kvfold.convert.source import open_source
 from kvfold.convert.stream import compute
 
-from .plain_models import CASES, LLAMA3, build, difference, load, logits, make_plain, opened
+from .plain_models import CASES, LLAMA3, build, difference, load, logits, make_plain, multiply, opened
 
 SMALL = [1e-12, 1e-12]  # latent sizes that leave the factor where it is largest
 SHAPE = HeadSizes(16, 8, 8, 10)  # the tiny models' own engine
@@ -130,13 +130,17 @@ def test_neutral_norm_changes_latents_by_no_more_than_its_formula(folder, tiny_e
         assert (error <= formula * (1 + 1e-4)).all() and error.max() > 0
 
 
-def test_latents_of_unknown_size_are_taken_at_their_largest(folder):
-    for case in ("llama", "qwen2"):
-        plain = opened(folder(case))
-        made, sizes = export(plain), measured(folder(case))
-        for scale, size in zip(made.config["kvfold"]["latent_scales"], sizes, strict=True):
-            assert scale**2 * size.max() / 2e-6 < 1e-7
-        assert difference(logits(build(made, plain.checkpoint)), logits(load(folder(case)))) < 1e-6
+@pytest.mark.parametrize("large", ["", "input_layernorm.weight", "kv_a_proj_with_mqa.bias"])
+def test_latents_of_unknown_size_are_taken_at_their_largest(tmp_path, large):
+    make_plain(tmp_path, "qwen2", rms_norm_eps=1e-5)
+    if large:
+        multiply(tmp_path, large, 300.0)
+    plain = opened(tmp_path)
+    made, sizes = export(plain), measured(tmp_path)
+    for scale, size in zip(made.config["kvfold"]["latent_scales"], sizes, strict=True):
+        assert scale**2 * size.max() / 2e-6 < 1e-7
+    if large != "input_layernorm.weight":  # there softmax is too sharp for small differences to stay small
+        assert difference(logits(build(made, plain.checkpoint)), logits(load(tmp_path))) < 3e-6
 
 
 def test_large_eps_form_is_right_for_readers_that_follow_the_config(folder):
@@ -183,13 +187,9 @@ def usual(tmp_path_factory):
         qk_rope_head_dim=16,
         rope_frequencies=[[*range(0, 16, 2)]] * 2,
     )
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.mul_(0.13 if parameter.ndim == 2 else 1)
-            if "kv_a_proj" in name:
-                parameter[:64].mul_(torch.logspace(0.5, -1, 64)[:, None])
-    model.save_pretrained(folder)
+    falling = torch.cat([torch.logspace(0.5, -1, 64), torch.ones(16)])[:, None].double()
+    multiply(folder, "proj.weight", 0.13)
+    multiply(folder, "kv_a_proj_with_mqa.weight", falling)
     return folder
 
 
@@ -339,11 +339,7 @@ def test_biases_are_refused_for_strict_readers_by_name(folder, reader):
 
 def test_zero_biases_count_as_none(tmp_path):
     make_plain(tmp_path, "qwen2")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
-    for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
-            nn.init.zeros_(parameter)
-    model.save_pretrained(tmp_path)
+    multiply(tmp_path, ".bias", 0.0)
     made = export(opened(tmp_path), readers=["sglang"])
     assert not [out.name for out in made.outputs if out.name.endswith(".bias")]
 
