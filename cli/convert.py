@@ -87,8 +87,8 @@ def mla(src: str, out: str, as_json: bool, **knobs: Any) -> None:
     """Factor the keys and values of SRC into one latent and one rotary key a token, and write the result to OUT.
 
     Give a budget (--kv-elements or --kv-ratio), or both sizes (--kv-rank and --rope-dim). SRC is a checkpoint
-    directory, a GGUF file, or a Hub id. OUT appears whole or not at all; stock transformers loads it as DeepSeek-V3,
-    unless --for or --form says otherwise.
+    directory, a GGUF file, or a Hub id; one in plain form is exported as it is. OUT appears whole or not at all; stock
+    transformers loads it as DeepSeek-V3, unless --for or --form says otherwise.
     """
     from ..common.progress import show_progress
     from ..convert.mla.convert import convert_mla

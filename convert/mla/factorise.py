@@ -46,13 +46,14 @@ class Moments:
     Attributes:
         inputs: E[[x; 1] [x; 1]^T], [D + 1, D + 1].
         key, still, value: E[g g^T] at the keys, at keys that do not turn, and at the values, [K, K].
-        cross: E[g s^T] of the first two, [K, K].
+        cross: E[g s^T] of the first two, [K, K]; None where no gradients were taken. Then a key stands in for itself,
+            and what loses its rotation counts in full.
     """
 
     inputs: Tensor
     key: Tensor
     still: Tensor
-    cross: Tensor
+    cross: Tensor | None
     value: Tensor
 
 
@@ -100,13 +101,7 @@ def factorise(
         mean = seen[-1:] / seen[-1, -1]  # of [x; 1]
         seen -= seen[-1, -1] * mean.mT @ mean
     weight = psd_root(moments.still)
-    stand_in = _stand_in(moments, heads)
-    starts = torch.arange(heads, device=keys.device)[:, None] * d
-    free = (starts + torch.tensor(rotary.free, dtype=torch.long, device=keys.device)).flatten()
-    # What does not turn stands in for itself, whatever a floor or rounding made of its moments.
-    stand_in[:, free] = torch.eye(len(stand_in)).to(stand_in)[:, free]
-    crossed = moments.cross @ stand_in
-    beyond = moments.key - crossed - crossed.mT + stand_in.mT @ moments.still @ stand_in  # of g - M^T s
+    stand_in, beyond = _told(moments, heads, rotary)
 
     rows = keys.flatten(0, 1)  # [K, D + 1]
     rotary_in, rotary_out = _rotary_channels(rows, moments.inputs, beyond, heads, rotary, channels)
@@ -133,14 +128,20 @@ def factorise(
     return Factors(rotary_in, rotary_out.unflatten(0, (heads, d)), latent_in, key_out, value_out, shift, lost)
 
 
-def _stand_in(moments: Moments, heads: int) -> Tensor:
-    """Step 1: M, [K, K], one block a head."""
-    still, cross = (
-        torch.stack([moment[part, part] for part in _parts(len(moment), heads)])
-        for moment in (moments.still, moments.cross)
-    )  # [G, d, d]
-    inverse = psd_root(still).inverse
-    return torch.block_diag(*(inverse @ inverse @ cross.mT))
+def _told(moments: Moments, heads: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """Step 1: M, [K, K], one block a head, and the moment of `g - M^T s`, [K, K]."""
+    size, cross = len(moments.key), moments.cross
+    if cross is None:
+        return torch.eye(size).to(moments.key), moments.key
+    each = [(moments.still[part, part], cross[part, part]) for part in _parts(size, heads)]
+    inverse = psd_root(torch.stack([still for still, _ in each])).inverse  # [G, d, d]
+    blocks = inverse @ inverse @ torch.stack([crossed for _, crossed in each]).mT
+    # What does not turn stands in for itself, whatever a floor or rounding made of its moments.
+    free = list(rotary.free)
+    blocks[..., free] = torch.eye(size // heads).to(blocks)[:, free]
+    stand_in = torch.block_diag(*blocks)
+    crossed = cross @ stand_in
+    return stand_in, moments.key - crossed - crossed.mT + stand_in.mT @ moments.still @ stand_in
 
 
 def _parts(size: int, heads: int) -> list[slice]:

@@ -127,18 +127,16 @@ _WITH_BIAS = frozenset(_ROWS) - {"kv_b_proj"}
 def _moments(keys: Tensor, values: Tensor, seen: LayerStatistics | None) -> Moments:
     """What is known of a layer; what calibration saw gets a ridge (`merge.mixing.RIDGE`), which minds no rotation.
 
-    Without gradients, keys count as much as values do by their mean squares, and still keys as turning ones.
+    Without gradients, keys count as much as values do by their mean squares.
     """
     inputs = torch.eye(keys.shape[-1]).to(keys) if seen is None else seen.inputs + ridge(seen.inputs)
-    if seen is not None and seen.key_fisher is not None and seen.value_fisher is not None:
-        key = seen.key_fisher
-        still = key if seen.still_fisher is None else seen.still_fisher
-        cross = key if seen.still_cross is None else seen.still_cross
-        on_top = ridge(key)
-        value = seen.value_fisher + ridge(seen.value_fisher)
-        return Moments(inputs, key + on_top, still + on_top, cross + on_top, value)
+    if seen is not None and seen.key_fisher is not None:
+        assert seen.value_fisher is not None and seen.still_fisher is not None and seen.still_cross is not None
+        on_top = ridge(seen.key_fisher)
+        turning = (seen.key_fisher + on_top, seen.still_fisher + on_top, seen.still_cross + on_top)
+        return Moments(inputs, *turning, seen.value_fisher + ridge(seen.value_fisher))
     key, value = (
         torch.eye(len(rows)).to(rows) / ((rows @ inputs) * rows).sum().clamp_min(torch.finfo(rows.dtype).tiny)
         for rows in (keys.flatten(0, 1), values.flatten(0, 1))
     )
-    return Moments(inputs, key, key, key, value)
+    return Moments(inputs, key, key, None, value)

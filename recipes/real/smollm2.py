@@ -29,6 +29,7 @@ from ...common.atomic import output_directory
 from ...common.cache import cache_folder
 from ...common.errors import CheckFailed, EnvironmentFailure
 from ...common.text import BUILTIN
+from ...convert.directory import RECORD
 from ...convert.gguf import dequantise
 from ...convert.inspect import inspect_model
 from ...eval.ppl import PerplexityReport, perplexity
@@ -41,15 +42,20 @@ WINDOW = 512
 
 @dataclass(frozen=True)
 class Way:
-    """A sub-command of `kvfold convert` and its options."""
+    """A sub-command of `kvfold convert` and its options; with `sized_as`, of the sizes that another way has found."""
 
     to: str
     options: dict[str, str]
     refine: bool = False
+    sized_as: str = ""
 
-    def flags(self, calib_windows: int) -> dict[str, str]:
+    def flags(self, cache: Path, calib_windows: int) -> dict[str, str]:
         refine = {"--refine": REFINE_WINDOWS} if self.refine else {}
-        return {**self.options, **refine, "--calib-windows": str(calib_windows)}
+        options = self.options
+        if self.sized_as and (record := result_of(cache, self.sized_as) / RECORD).exists():
+            recipe = json.loads(record.read_text())["recipe"]
+            options = {flag: str(recipe[flag[2:].replace("-", "_")]) for flag in SIZES}
+        return {**options, **refine, "--calib-windows": str(calib_windows)}
 
     @property
     def curve(self) -> str:
@@ -65,8 +71,15 @@ WAYS: dict[str, Way] = {
     **{method: Way("gqa", {"--kv-heads": "1", "--method": method}) for method in MERGES},
     **{f"mla-{n}": Way("mla", {"--kv-elements": str(n)}) for n in LATENTS},
     **{f"{method}-refined": Way("gqa", {"--kv-heads": "1", "--method": method}, True) for method in ("mean", "svd")},
-    **{f"mla-{n}-refined": Way("mla", {"--kv-elements": str(n)}, True) for n in LATENTS},
+    **{f"mla-{n}-refined": Way("mla", {"--kv-elements": str(n)}, True, f"mla-{n}") for n in LATENTS},
 }
+SIZES = ("--rope-select", "--rope-dim", "--kv-rank")
+
+
+def result_of(cache: Path, way: str) -> Path:
+    """Where a way's result is kept."""
+    return cache / f"smollm2-135m-instruct-{way}"
+
 
 # Run in a fresh process that cannot import kvfold and has no network: this is what a user's server does.
 STOCK = """
@@ -132,7 +145,7 @@ def run_lane(cache: Path, ways: Sequence[str], calib_windows: int, max_windows: 
     for way in ("source", *ways):
         made = Made(source, 0, 0)
         if asked := WAYS.get(way):
-            made = timed_convert(source, cache / f"smollm2-135m-instruct-{way}", asked.flags(calib_windows), asked.to)
+            made = timed_convert(source, result_of(cache, way), asked.flags(cache, calib_windows), asked.to)
         judged = {
             name: perplexity(made.folder, text=[text], window=WINDOW, max_windows=max_windows, batch_size=4)
             for name, text in texts.items()

@@ -179,7 +179,7 @@ def test_a_training_step(case, checkpointing, folder):
     for _ in range(2):
         loss = model(IDS, labels=IDS).loss
         loss.backward()
-        losses.append(float(loss))
+        losses.append(loss.item())
         for layer, kept in zip(model.model.layers, model.config.rope_frequencies, strict=True):
             for name, parameter in layer.self_attn.named_parameters():
                 gradient = parameter.grad

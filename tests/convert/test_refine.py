@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvfold.common.errors import UserError
-from kvfold.convert import gqa, refine
+from kvfold.convert import refine, request
 from kvfold.convert.calibration.knobs import RefineKnobs
 from kvfold.convert.checkpoint import Checkpoint
 from kvfold.convert.gqa import convert_gqa
@@ -159,7 +159,7 @@ def test_hidden_states_in_files_change_nothing(convert, tmp_path, monkeypatch):
 def test_a_layer_that_diverges_stays_as_it_was(convert, tmp_path, monkeypatch):
     src = save(make_model(config_of("llama")).float(), tmp_path / "src")
     convert(src, tmp_path / "plain", 2)
-    monkeypatch.setattr(gqa, "RefineKnobs", partial(RefineKnobs, learning_rate=1e38))
+    monkeypatch.setattr(request, "RefineKnobs", partial(RefineKnobs, learning_rate=1e38))
     report = convert(src, tmp_path / "out", 2, refine=4, refine_passes=2)
     assert report.layer_errors_after == report.layer_errors_before
     assert stored(tmp_path / "out") == stored(tmp_path / "plain")

@@ -27,7 +27,7 @@ def short(tmp_path_factory):
 
 
 def test_heads_and_latents_stand_in_one_table(short, capsys):
-    report, out, seen = short
+    report, _, seen = short
     assert [row.name for row in report.results] == ["source", "mean", "mla", "mla --refine 1"]
     assert [row.attention_kind for row in report.results] == ["MHA", "GQA", "MLA", "MLA"]
     assert seen == [(1, 3), (2, 3), (3, 3)]
@@ -41,7 +41,7 @@ def test_heads_and_latents_stand_in_one_table(short, capsys):
 
 
 def test_latents_are_what_was_asked_for_and_measured(short):
-    report, out, _ = short
+    report, *_ = short
     source, _, plain, refined = report.results
     assert (source.num_key_value_heads, source.kv_lora_rank) == (8, None)
     for row in (plain, refined):
@@ -53,7 +53,7 @@ def test_latents_are_what_was_asked_for_and_measured(short):
 
 def test_refinement_is_of_what_was_chosen_without_it(short):
     """So that the two rows differ in refinement alone, and the search is not paid for twice."""
-    report, out, _ = short
+    _, out, _ = short
     plain, refined = (
         json.loads((out / f"mla64{end}" / "kvfold.json").read_text())["recipe"] for end in ("", "-refined")
     )

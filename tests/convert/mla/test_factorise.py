@@ -161,27 +161,65 @@ def test_heads_that_differ_are_not_the_source(rotary):
 # What is lost.
 
 
+def weighed(fisher, rows):
+    return float(((fisher @ rows) * rows).sum())
+
+
 def minded(layer, factors, moments):
     """E[(g . (k - T kappa) - s . U c)^2] + E[(g_v . (v - U c))^2], gradients and inputs independent."""
     keys, values = layer.keys.flatten(0, 1), layer.values.flatten(0, 1)
     rest = keys - factors.rotary_out.flatten(0, 1) @ factors.rotary_in
     stood, kept = (out.flatten(0, 1) @ factors.latent_in for out in (factors.key_out, factors.value_out))
-    terms = (
-        (moments.key, rest, rest, 1),
-        (moments.cross, rest, stood, -2),
-        (moments.still, stood, stood, 1),
-        (moments.value, values - kept, values - kept, 1),
-    )
-    return float(sum(sign * (fisher * (a @ moments.inputs @ b.T)).sum() for fisher, a, b, sign in terms))
+    both = torch.cat([rest, -stood]) @ root_of(moments.inputs)
+    fisher = torch.cat(
+        [torch.cat([moments.key, moments.cross], 1), torch.cat([moments.cross.T, moments.still], 1)]
+    )  # of [g; s]
+    return weighed(fisher, both) + weighed(moments.value, (values - kept) @ root_of(moments.inputs))
+
+
+def minded_by_head(layer, factors, moments):
+    """The same where g - M^T s, what a head's s cannot tell of its g, has nothing to do with any s."""
+    keys, values = layer.keys.flatten(0, 1), layer.values.flatten(0, 1)
+    rest = (keys - factors.rotary_out.flatten(0, 1) @ factors.rotary_in) @ root_of(moments.inputs)
+    latent = factors.latent_in @ root_of(moments.inputs)
+    tells, beyond = told(moments, len(layer.keys))
+    lost = values @ root_of(moments.inputs) - factors.value_out.flatten(0, 1) @ latent
+    still = tells @ rest - factors.key_out.flatten(0, 1) @ latent
+    return weighed(beyond, rest) + weighed(moments.still, still) + weighed(moments.value, lost)
+
+
+def told(moments, heads):
+    """M, which has each head's g regressed on its own s, and E[(g - M^T s)(g - M^T s)^T]."""
+    size = len(moments.still) // heads
+    parts = [slice(start, start + size) for start in range(0, len(moments.still), size)]
+    tells = torch.block_diag(*(torch.linalg.solve(moments.still[p, p], moments.cross[p, p].T) for p in parts))
+    both = torch.cat(
+        [torch.cat([moments.key, moments.cross], 1), torch.cat([moments.cross.T, moments.still], 1)]
+    )  # of [g; s]
+    left = torch.cat([torch.eye(len(tells)).double(), -tells])
+    return tells, left.T @ both @ left
+
+
+def root_of(moment):
+    return torch.linalg.cholesky(moment)
 
 
 @pytest.mark.parametrize("rank", [1, 5, 12])
 @pytest.mark.parametrize("rotary", [WHOLE, PART, STILL], ids=["whole", "part", "still"])
-def test_loss_is_what_the_moments_say(rotary, rank):
+def test_loss_of_one_head_is_what_the_moments_say(rotary, rank):
+    layer, x = layer_of(1, rotary), inputs()
+    moments = moments_of(x, rotary.head_dim, rotary)
+    factors = factored(layer, rotary, all_of(rotary)[:1], rank, biased=False, x=x, moments=moments)
+    assert factors.loss == pytest.approx(minded(layer, factors, moments), rel=1e-6)
+
+
+@pytest.mark.parametrize("rank", [1, 5, 12])
+@pytest.mark.parametrize("rotary", [WHOLE, PART, STILL], ids=["whole", "part", "still"])
+def test_loss_is_told_head_by_head(rotary, rank):
     layer, x = layer_of(2, rotary), inputs()
     moments = moments_of(x, 2 * rotary.head_dim, rotary)
     factors = factored(layer, rotary, all_of(rotary)[:1], rank, biased=False, x=x, moments=moments)
-    assert factors.loss == pytest.approx(minded(layer, factors, moments), rel=1e-6)
+    assert factors.loss == pytest.approx(minded_by_head(layer, factors, moments), rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -189,45 +227,39 @@ def test_no_other_latent_loses_less(seed):
     layer, x = layer_of(2, PART), inputs()
     moments = moments_of(x, 2 * PART.head_dim, PART)
     factors = factored(layer, PART, all_of(PART), 6, biased=False, x=x, moments=moments)
-    best = minded(layer, factors, moments)
+    best = minded_by_head(layer, factors, moments)
     for name in ("key_out", "value_out", "latent_in"):
         maps = getattr(factors, name)
-        other = maps + 1e-3 * maps.norm() * normal(*maps.shape, seed=seed) / maps.numel() ** 0.5
-        assert minded(layer, replace(factors, **{name: other}), moments) > best
+        for step in (1e-3, -1e-3):  # a slope would lose less one way
+            other = maps + step * maps.norm() * normal(*maps.shape, seed=seed) / maps.numel() ** 0.5
+            assert minded_by_head(layer, replace(factors, **{name: other}), moments) > best
 
 
+@pytest.mark.parametrize("which", ["rotary_in", "rotary_out"])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_other_rotary_channel_loses_less(seed):
-    """Of what no still key makes good; with as many latents as there is rest."""
-    layer, x = layer_of(3, rotary(2, 0)), inputs()
-    moments = moments_of(x, 6, rotary(2, 0))
-    found = factored(layer, rotary(2, 0), ((0,),), 10, biased=False, x=x, moments=moments)
-    into, out = (torch.complex(normal(3, seed=seed), normal(3, seed=seed + i)) for i in (40, 80))
-    root = torch.linalg.inv(moments.still)
-    beyond = moments.key - moments.cross @ root @ moments.cross.T
+def test_no_other_rotary_channel_loses_less(seed, which):
+    """Of what no still key makes good, averaged over all turns."""
+    layer, x, pair = layer_of(3, rotary(2, 0)), inputs(), rotary(2, 0)
+    moments = moments_of(x, 6, pair)
+    factors = factored(layer, pair, ((0,),), 5, biased=False, x=x, moments=moments)
+    into = torch.linalg.lstsq(layer.keys.flatten(0, 1).T, factors.rotary_in.T).solution.T  # [2, 6], of the keys
+    size, beyond = complex_moment(layer.keys.flatten(0, 1) @ root_of(moments.inputs)), told(moments, 3)[1]
+    beyond = complex_moment(torch.linalg.cholesky((beyond + beyond.T) / 2))
+    maps = {"rotary_in": into[0, 0::2] - 1j * into[0, 1::2], "rotary_out": torch.complex(*factors.rotary_out[..., 0].T)}
 
-    def beyond_lost(rotary_out, rotary_in):
-        rest = layer.keys.flatten(0, 1) - rotary_out @ rotary_in
-        blocks = _complex_moment(rest @ moments.inputs @ rest.T), _complex_moment(beyond)
-        return float((blocks[0] * blocks[1].mT).sum().real)
+    def lost(maps):
+        left = torch.eye(3).to(size) - torch.outer(maps["rotary_out"], maps["rotary_in"])
+        return float((beyond @ left @ size @ left.mH).diagonal().sum().real)
 
-    ours = beyond_lost(found.rotary_out.flatten(0, 1), found.rotary_in)
-    for scale in (1.0, 0.1, 0.01):
-        theirs = _rotation(into)
-        best = torch.linalg.lstsq((layer.keys.flatten(0, 1).T @ theirs.T), layer.keys.flatten(0, 1).T).solution
-        assert ours <= beyond_lost(best.T + scale * _rotation(out).T, theirs @ layer.keys.flatten(0, 1))
+    noise = torch.complex(normal(3, seed=seed), normal(3, seed=seed + 40))
+    for step in (1e-3, -1e-3):  # a slope would lose less one way
+        assert lost(maps) < lost(maps | {which: maps[which] + step * maps[which].norm() * noise})
 
 
-def _rotation(z):
-    """What a complex row [n] does to n heads of one pair each, [2, 2n]."""
-    pairs = torch.stack([torch.stack([z.real, -z.imag], -1), torch.stack([z.imag, z.real], -1)])  # [2, n, 2]
-    return pairs.flatten(1)
-
-
-def _complex_moment(moment):
-    z = torch.tensor([1, 1j], dtype=torch.complex128)
-    blocks = moment.unflatten(0, (-1, 2)).unflatten(2, (-1, 2)).to(z)  # [n, 2, n, 2]
-    return torch.einsum("i,aibj,j->ab", z, blocks, z.conj())
+def complex_moment(root):
+    """E[z z^H] of a moment R R^T of the real coordinates of n heads with one pair each, re and im side by side."""
+    z = torch.complex(root[0::2], root[1::2])
+    return z @ z.mH
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -246,6 +278,22 @@ def test_more_channels_lose_less():
         factored(layer, WHOLE, channels("stride", kept, 4), 16 - 2 * kept, biased=False, x=x).loss for kept in (1, 2, 4)
     ]
     assert losses == sorted(losses, reverse=True)
+
+
+def test_without_gradients_what_is_largest_turns():
+    """All rotation counts: the rotary channel holds the largest mixture of its frequency, and a key stands in for itself."""
+    layer, pair = layer_of(3, rotary(2, 0)), rotary(2, 0)
+    seen = moments_of(inputs(), 6, pair).inputs
+    white = torch.eye(6).double()
+    moments = Moments(seen, white, white, None, white)
+    factors = factored(layer, pair, ((0,),), 4, biased=False, moments=moments)
+    size = complex_moment(layer.keys.flatten(0, 1) @ root_of(seen))
+    top = torch.linalg.eigh(size)[1][:, -1]
+    channel = torch.complex(*factors.rotary_out[..., 0].T)
+    torch.testing.assert_close((top.conj() @ channel).abs(), channel.norm(), rtol=1e-9, atol=0)
+    whole = factored(layer, pair, ((0,),), 10, biased=False, moments=moments)
+    rest = layer.keys - whole.rotary_out @ whole.rotary_in
+    torch.testing.assert_close(whole.key_out @ whole.latent_in, rest, **EXACT)
 
 
 # What must not matter.

@@ -151,14 +151,6 @@ def test_calibrated_moments_get_one_ridge():
         assert torch.equal(found, given + more)
 
 
-def test_without_still_keys_they_count_as_those_that_turn():
-    keys, values = (torch.randn(2, 4, 7, dtype=torch.float64) for _ in range(2))
-    seen = replace(Collected(8, 6).layer(0), still_fisher=None, still_cross=None)
-    moments = _moments(keys, values, seen)
-    assert torch.equal(moments.still, moments.key)
-    assert torch.equal(moments.cross, moments.key)
-
-
 @pytest.mark.parametrize("seen", [None, LayerStatistics(moment(7, 1))], ids=["none", "inputs"])
 def test_without_gradients_keys_count_as_much_as_values(seen):
     keys, values = torch.randn(2, 4, 7, dtype=torch.float64), 30 * torch.randn(2, 4, 7, dtype=torch.float64)
@@ -169,5 +161,6 @@ def test_without_gradients_keys_count_as_much_as_values(seen):
     ]
     assert sizes == pytest.approx([1, 1])
     assert torch.equal(moments.still, moments.key)
+    assert moments.cross is None
     zero = _moments(torch.zeros_like(keys), values, seen)
     assert zero.key.isfinite().all()
