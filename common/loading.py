@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .errors import UserError, did_you_mean
-from .sources import first_line, one_line_errors, quiet, read_config, source_kind
+from .sources import add_own_types, first_line, one_line_errors, quiet, read_config, source_kind
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 DTYPES = ("auto", "checkpoint", *FLOATS)
@@ -114,6 +114,7 @@ def _locate(model: str, revision: str | None) -> tuple[str, dict[str, str]]:
     if kind == "folder":
         read_config(Path(model))
         return model, {}
+    add_own_types()  # what the Hub has is known when it is loaded
     return model, {"revision": revision} if revision else {}
 
 

@@ -105,10 +105,10 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def add_own_types(kind: str) -> None:
-    """Make a model type known to transformers, if it is one of ours."""
+def add_own_types(kind: str | None = None) -> None:
+    """Make a model type known to transformers, if it is one of ours; all of ours, if it is not yet known."""
     for prefix, module in _OWN_TYPES.items():
-        if kind.startswith(prefix):
+        if kind is None or kind.startswith(prefix):
             import_module(module)
 
 

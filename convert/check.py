@@ -21,6 +21,7 @@ from .demands import (
     violations,
 )
 from .headers import TensorInfo
+from .mla.form import BLOCK
 
 
 @dataclass(frozen=True)
@@ -107,3 +108,23 @@ def _cached(sizes: Mapping[str, Any]) -> int | None:
     """Elements a token and layer of an MLA checkpoint with these sizes."""
     rank, rope = map(sizes.get, ("kv_lora_rank", "qk_rope_head_dim"))
     return rank + rope if isinstance(rank, int) and isinstance(rope, int) else None
+
+
+def check_readable(folder: str | Path, config: Any) -> None:
+    """Refuse an export that was made for other readers: transformers would run it, and be wrong.
+
+    Args:
+        folder: the checkpoint; anything but a directory passes.
+        config: its transformers config.
+
+    Raises:
+        UserError: names what is in the way.
+    """
+    if isinstance(getattr(config, BLOCK, None), Mapping) and form_of(config.to_dict(), "transformers") != "plain":
+        if not Path(folder).is_dir():
+            return
+        report = check(folder, engine="transformers")
+        if not report.passed:
+            raise UserError(
+                f"{report.reason}; judge an export for transformers, or what kvfold convert plain makes of this one"
+            )

@@ -28,7 +28,7 @@ from ..common.protocol import Protocol, TokenizedText, protocol_of, token_ids, t
 from ..common.scoring import check_ids, compare_hidden, evaluating, hidden_states
 from ..common.sources import quiet
 from ..common.windows import Window, batches, split_windows
-from .check import check
+from .check import check_readable
 from .mla.form import BLOCK
 
 DEFAULT_WINDOW = 512
@@ -141,8 +141,8 @@ def verify(
     source = load_model(src, dtype=dtype, device=device, revision=revision)
     result = load_model(out, dtype=str(source.dtype).removeprefix("torch."), device=device)
     _check_alike(src, out, source, result)
-    _check_readable(src, source)
-    _check_readable(out, result)
+    check_readable(src, source.config)
+    check_readable(out, result.config)
     check_ids(source, max(tokenized.ids, default=0))
     window = min(fit_context(model.config, "window", window, DEFAULT_WINDOW) for model in (source, result))
     windows = split_windows(len(tokenized.ids), window, max_windows=max_windows)
@@ -300,20 +300,6 @@ def _check_alike(src: str | Path, out: str | Path, source, result) -> None:
         theirs, ours = (getattr(_text_config(model), name) for model in (source, result))
         if theirs != ours:
             raise UserError(f"{out} has a {meaning} of {ours}, {src} of {theirs}; is it that source's result?")
-
-
-def _check_readable(folder: str | Path, model) -> None:
-    """Refuse an export that was made for other readers: transformers would run it, and be wrong.
-
-    Raises:
-        UserError: names what is in the way.
-    """
-    if isinstance(getattr(model.config, BLOCK, None), Mapping) and Path(folder).is_dir():
-        report = check(folder, engine="transformers")
-        if not report.passed:
-            raise UserError(
-                f"{report.reason}; verify an export for transformers, or what kvfold convert plain makes of it"
-            )
 
 
 def _text_config(model):

@@ -18,6 +18,7 @@ from ..common.loading import load_model
 from ..common.progress import Progress
 from ..common.protocol import Protocol, protocol_of, tokenize_texts
 from ..common.windows import split_windows
+from ..convert.check import check_readable
 
 DEFAULT_WINDOW = 2048
 
@@ -89,6 +90,7 @@ def perplexity(
     """
     tokenized = tokenize_texts(model, text, bos=bos, revision=revision)
     loaded = load_model(model, dtype=dtype, device=device, revision=revision)
+    check_readable(model, loaded.config)
     score = score_tokens(
         loaded,
         tokenized.ids,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .stock import Stock
 
 FORMS = ("deepseek_v3", "plain")
+FIRST_OF_MANY = "the sizes shown are the first of {count} that fit; which of them lose least is measured when it is run"
 WEIGHTS_ONLY = "factored by weights alone, which loses far more than need be; leave --calib none out"
 
 
@@ -226,6 +227,8 @@ def convert_mla(
             report = describe(made, written)
             if asked.weights_only:
                 report = replace(report, warnings=[*report.warnings, WEIGHTS_ONLY])
+            if dry_run and len(candidates) > 1:
+                report = replace(report, warnings=[*report.warnings, FIRST_OF_MANY.format(count=len(candidates))])
             if dry_run:
                 return rehearse(report, source, asked)
             made = _learn(stack, source, asked, candidates, plan, search_windows, progress)
@@ -413,9 +416,8 @@ def _export(source: Source, made: _Made, *, form: str, dtype: str | None, **opti
     if made.factors is None:
         plain = plain_model(source)
     else:
-        plain = PlainModel(
-            made.config, KNOWN[made.config["model_type"]], made.outputs, source.checkpoint, source.config.raw
-        )
+        plain = PlainModel(made.config, KNOWN[made.config["model_type"]], made.outputs, source.checkpoint)
+        options["query_moment"] = made.factors.inputs
     return export(plain, **options, dtype=dtype, latent_sizes=made.latent_sizes)
 
 

@@ -178,8 +178,8 @@ class Form:
             "query_scales": list(self.query_scales),
             "tied_head": self.tied_head,
             "dtype": self.dtype,
-            "plain": dict(plain),
-            **({"source": {k: v for k, v in source.items() if k not in _NOISE}} if source else {}),
+            "plain": {key: value for key, value in plain.items() if key != BLOCK},
+            **source_block(source),
         }
 
     @classmethod
@@ -216,6 +216,17 @@ class Form:
             )
         except (KeyError, TypeError) as error:
             raise UserError(f"the {BLOCK} block of config.json lacks {error}; export the model again") from None
+
+
+def source_block(source: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a `kvfold` block says of the source, by its config.json; nothing if that is unknown."""
+    return {"source": {key: value for key, value in source.items() if key not in _NOISE}} if source else {}
+
+
+def plain_block(source: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The `kvfold` block of a plain form's config.json, if its source is known: an export asks for it."""
+    said = source_block(source)
+    return {BLOCK: {"format_version": FORMAT_VERSION, "form": "plain", **said}} if said else {}
 
 
 _NOISE = frozenset({"_name_or_path", "transformers_version", BLOCK})

@@ -24,7 +24,7 @@ from ..headers import FLOATS, TensorInfo
 from ..latent_families import PLAIN
 from ..stream import Output
 from .folds import multiply
-from .form import BLOCK, Form
+from .form import BLOCK, Form, plain_block
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def invert(config: Mapping[str, Any], stored: Mapping[str, TensorInfo], *, dtype
         UserError: kvfold did not write it.
     """
     form = Form.read(config)
-    plain = deepcopy(config[BLOCK]["plain"])
+    plain = deepcopy(config[BLOCK]["plain"] | plain_block(config[BLOCK].get("source")))
     family = PLAIN.get(plain.get("model_type"))
     if family is None:
         raise UserError(f"the {BLOCK} block names the plain type {plain.get('model_type')!r}; update kvfold")

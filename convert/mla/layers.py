@@ -74,9 +74,14 @@ class LayerFactors:
         sizes = []
         for layer in range(self.sizes["L"]):
             rows = self.factors(layer).latent_in
-            inputs = self.statistics.layer(layer).inputs if self.statistics else torch.eye(rows.shape[1]).to(rows)
-            sizes.append(float(((rows @ inputs) * rows).sum() / len(rows)))
+            sizes.append(float(((rows @ self.inputs(layer)) * rows).sum() / len(rows)))
         return sizes
+
+    def inputs(self, layer: int) -> Tensor:
+        """E[[x; 1] [x; 1]^T] of a layer's inputs, [D + 1, D + 1], on the CPU; white ones where nothing is known."""
+        if self.statistics is None:
+            return torch.eye(self.sizes["D"] + 1, dtype=torch.float64)
+        return self.statistics.layer(layer).inputs
 
     def _heads(self, layer: int, term: str) -> Tensor:
         prefix = f"{self.source.family.layers}{layer}."

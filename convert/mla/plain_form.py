@@ -17,6 +17,7 @@ from ..latent_families import KNOWN
 from ..rotary import rotary_of
 from ..source import Source
 from ..stream import Output, cast
+from .form import plain_block
 from .layers import LayerFactors
 from .rotation import Channels
 
@@ -46,6 +47,7 @@ def config_of(source: Source, channels: Channels, rank: int, *, biased: bool, dt
         rope_frequencies=[
             kept if rotary_of(source.family, config, layer).re else [] for layer in range(config.num_hidden_layers)
         ],
+        **plain_block(source.config.raw),
     )
 
 

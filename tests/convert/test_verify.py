@@ -291,8 +291,10 @@ def test_a_residual_scale_that_cannot_be_is_refused(scale, latent):
 def test_an_export_that_transformers_does_not_read_is_refused(latent):
     src, text, convert = latent
     out = convert("deepseek_v3", readers=["llama.cpp"])
-    with pytest.raises(UserError, match=r"transformers would not read .*; verify an export for transformers, or"):
+    with pytest.raises(UserError, match=r"transformers would not read .*; judge an export for transformers, or"):
         verify(src, out, text=[text], window=WINDOW)
+    with pytest.raises(UserError, match="judge an export for transformers"):
+        perplexity(out, text=[text], window=WINDOW)
 
 
 @pytest.mark.parametrize("case", [*CASES, "gpt2"])

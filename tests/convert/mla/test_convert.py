@@ -22,7 +22,9 @@ from kvfold.convert.calibration.calibrate import Runner
 from kvfold.convert.calibration.knobs import Calibration
 from kvfold.convert.calibration.store import Statistics
 from kvfold.convert.calibration.text import CalibText
+from kvfold.convert.mla import stock
 from kvfold.convert.mla.convert import convert_mla
+from kvfold.convert.plain import convert_plain
 from kvfold.convert.source import open_source
 from kvfold.convert.verify import verify
 from kvfold.recipes.tiny import MODEL_DIR
@@ -486,6 +488,28 @@ def test_a_plain_checkpoint_is_exported_as_it_is(convert, fresh, tmp_path):
 
 
 SIZES = {"kv_rank": 8, "rope_dim": 4, "rope_select": "high"}
+
+
+def test_the_source_is_remembered(convert, saved, tmp_path):
+    """From the source to an export, back to the plain form, and to an export again."""
+    convert(saved("llama"), tmp_path / "stock", kv_rank=8, rope_dim=8, form="deepseek_v3")
+    convert_plain(tmp_path / "stock", tmp_path / "plain")
+    convert_mla(tmp_path / "plain", tmp_path / "again")
+    said = [json.loads((tmp_path / name / "config.json").read_text())["kvfold"]["source"] for name in NAMES]
+    assert said[0]["model_type"] == "llama"
+    assert said == said[:1] * 3
+
+
+NAMES = ("stock", "plain", "again")
+
+
+def test_lossy_queries_mind_the_inputs(convert, saved, tmp_path, monkeypatch):
+    seen, export = [], stock.export
+    monkeypatch.setattr(stock, "export", lambda plain, **options: seen.append(options) or export(plain, **options))
+    report = convert(saved("llama"), tmp_path / "out", kv_rank=8, rope_dim=8, form="deepseek_v3", q_rank=12)
+    assert report.q_lora_rank == 12
+    moment = seen[-1]["query_moment"](0)
+    assert torch.equal(moment, Statistics.open(Path(report.stats)).layer(0).inputs)
 
 
 def refuse(src, tmp_path, match, **options):

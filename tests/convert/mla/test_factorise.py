@@ -281,7 +281,7 @@ def test_more_channels_lose_less():
 
 
 def test_without_gradients_what_is_largest_turns():
-    """All rotation counts: the rotary channel holds the largest mixture of its frequency, and a key stands in for itself."""
+    """All rotation counts: the channel holds the largest mixture of its frequency, and a key stands in for itself."""
     layer, pair = layer_of(3, rotary(2, 0)), rotary(2, 0)
     seen = moments_of(inputs(), 6, pair).inputs
     white = torch.eye(6).double()

@@ -1,7 +1,6 @@
 """A source's layers as factors, and the plain form's tensors from them."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
