@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
-from types import MethodType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -88,7 +88,7 @@ def absorb(model: nn.Module) -> Absorbed:
     _register()
     changed = [layer for layer in layers.values() if "expand_kv" not in vars(layer)]
     for layer in changed:
-        layer.expand_kv = MethodType(_expand_later, layer)
+        layer.expand_kv = partial(_expand_later, layer)  # which can be pickled with its layer, as a method cannot
     for config in configs:
         config._attn_implementation = NAMES.get(config._attn_implementation, config._attn_implementation)
     return Absorbed(model, bool(changed))

@@ -104,4 +104,4 @@ def _by_head(rows: Tensor, maps: Tensor) -> Tensor:
     """
     batch, heads, queries, _ = rows.shape
     products = torch.bmm(rows.transpose(0, 1).flatten(1, 2), maps)  # [H, B*T, i] [H, i, o]
-    return products.view(heads, batch, queries, -1).transpose(0, 1)  # [B, H, T, o]
+    return products.view(heads, batch, queries, maps.shape[-1]).transpose(0, 1)  # [B, H, T, o]

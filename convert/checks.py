@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from ..common.kvcache import num_attention_heads, num_key_value_heads
 from .families import FAMILIES, Family, Promise
 from .headers import TensorInfo
 from .merge.methods import METHODS, Method
+from .rotary import rotary_of
 from .source import Source
 
 
@@ -126,12 +128,30 @@ def latent_obstacle(family: Family, config: Any) -> str | None:
         )
     if reason := channel_obstacle(family, config):
         return f"{reason} does not allow mixing channels; keep heads instead, with kvfold convert gqa --method mean"
+    turning = (rotary_of(family, config, layer).re for layer in range(config.num_hidden_layers))
+    if not any(turning):
+        return "none of its layers has positions, so there is no rotary key to keep"
     if not family.latent:
         known = ", ".join(name for name, row in FAMILIES.items() if row.latent)
-        return f"the MLA form of a {family.name} model is not built; it is for {known}"
+        return (
+            f"the MLA form of a {family.name} model is not built; it is for {known}. Keep heads instead, with kvfold "
+            "convert gqa"
+        )
+    if not math.isclose(factor := _attention_factor(config), 1, rel_tol=1e-6):
+        return f"its RoPE scales what it turns by {factor:g}, which keys that no longer turn would lose"
     if _slides(config):
         return f"its sliding window of {config.sliding_window} tokens has no place in the engines' MLA classes"
     return None
+
+
+def _attention_factor(config: Any) -> float:
+    """What YaRN and longrope multiply turned queries and keys by."""
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind == "default":
+        return 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return float(ROPE_INIT_FUNCTIONS[kind](config, "cpu")[1]) if kind in ROPE_INIT_FUNCTIONS else 1.0
 
 
 def _slides(config: Any) -> bool:

@@ -20,7 +20,6 @@ _ASKED = frozenset(
     {"num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"}
     | {"intermediate_size", "moe_intermediate_size", "num_local_experts", "num_experts", "max_position_embeddings"}
     | {"tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "use_qkv_bias", "initializer_range"}
-    | {"kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "mla_bias"}
     | {"qk_layernorm", "use_qk_norm", "use_parallel_residual", "mlp_only_layers", "decoder_sparse_step", "n_inner"}
 )
 

@@ -33,6 +33,7 @@ from ..common.sources import one_line_errors
 from .checks import account
 from .families import FAMILIES
 from .headers import TensorInfo
+from .mla.form import edits
 
 _TABLE = json.loads(Path(__file__).with_name("demands.json").read_text(encoding="utf-8"))
 ENGINES: tuple[str, ...] = tuple(_TABLE["engines"])
@@ -180,7 +181,8 @@ def unpadded(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _derived(seen: Seen) -> dict[str, Any]:
     """The facts that config.json does not say in so many words; None where it leaves out what they need."""
     config = seen.config
-    rope = {**_mapping(config.get("rope_scaling")), **_mapping(config.get("rope_parameters"))}
+    # transformers lets the older key win.
+    rope = {**_mapping(config.get("rope_parameters")), **_mapping(config.get("rope_scaling"))}
     rank, *head = map(config.get, ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     return {
         "engine": seen.engine,
@@ -358,8 +360,14 @@ def _larger_than_source(seen: Seen, match: str) -> Iterator[dict[str, Any]]:
         yield {"source": source}
 
 
+def _edited(seen: Seen, match: str) -> Iterator[dict[str, Any]]:
+    """What an export's config.json says otherwise than when it was written."""
+    yield from ({"edit": edit} for edit in edits(seen.config))
+
+
 # What violates a row beyond a condition: (checkpoint, the row's `match`) -> a mapping for every violation.
 FINDERS: dict[str, Callable[[Seen, str], Iterator[Mapping[str, Any]]]] = {
+    "edited": _edited,
     "larger_than_source": _larger_than_source,
     "missing": _missing,
     "misshapen": _misshapen,

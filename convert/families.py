@@ -48,8 +48,8 @@ CONDITIONS: dict[str, Callable[[Any, int, Collection[str]], bool]] = {
     "experts": lambda config, layer, names: _is_sparse(config, layer) and not _is_fused(names),
     "fused_experts": lambda config, layer, names: _is_sparse(config, layer) and _is_fused(names),
     "serial_residual": lambda config, layer, names: not config.use_parallel_residual,
-    "no_q_lora": lambda config, layer, names: config.q_lora_rank is None,
-    "q_lora_bias": lambda config, layer, names: bool(config.q_lora_rank and config.attention_bias),
+    "no_q_lora": lambda config, layer, names: getattr(config, "q_lora_rank", None) is None,
+    "q_lora_bias": lambda config, layer, names: bool(getattr(config, "q_lora_rank", None) and config.attention_bias),
 }
 
 

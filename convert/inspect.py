@@ -348,7 +348,7 @@ def _stock_obstacle(family: Family, config: Any, tensors: Iterable[TensorInfo]) 
     kept = getattr(config, "rope_frequencies", None) or [[0]] * config.num_hidden_layers
     size = getattr(config, "qk_rope_head_dim", 2)
     try:
-        stock_rope(config, kept, size, size)
+        stock_rope(family, config, kept, size, size)
     except UserError as error:
         return str(error)
     return None

@@ -26,18 +26,24 @@ class Rotary:
         return len(self.re) + len(self.im) + len(self.free)
 
 
+def turning_of(family: Family, config: Any) -> int:
+    """How many coordinates of a head turn, in layers that have positions; `config` as in `rotary_of`."""
+    if family.rope == "none":
+        return 0
+    share = 1.0
+    if family.rotary == "part":
+        parameters = getattr(config, "rope_parameters", None) or {}
+        share = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
+    return int(head_dim(config) * share)
+
+
 def rotary_of(family: Family, config: Any, layer: int) -> Rotary:
     """How RoPE pairs the coordinates of a head in a layer.
 
     Args:
         config: a transformers config (not config.json alone: the rotating share has many spellings).
     """
-    d = head_dim(config)
-    turning = d if family.rope != "none" else 0
-    if family.rotary == "part":
-        parameters = getattr(config, "rope_parameters", None) or {}
-        share = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-        turning = int(d * share)
+    d, turning = head_dim(config), turning_of(family, config)
     no_rope_layers = getattr(config, "no_rope_layers", None)
     if no_rope_layers and not no_rope_layers[layer]:  # SmolLM3 says 1 for a layer that has RoPE
         turning = 0

@@ -137,8 +137,8 @@ class Windows:
         return Windows(self.ids[:number], self.kinds[:number])
 
     def after(self, number: int) -> Windows:
-        """The windows after the first so many; all of them where there are no more."""
-        return Windows(self.ids[number:], self.kinds[number:]) if number < len(self) else self
+        """The windows after the first so many."""
+        return Windows(self.ids[number:], self.kinds[number:])
 
     def batches(self, size: int) -> list[Tensor]:
         """All windows as batches [B, S], B at most `size`: those of one length together, nothing padded.

@@ -97,7 +97,8 @@ def choices(
             choice = Choice(name, dim, rank)
             found.setdefault((dim, choice.channels(room)), choice)  # with all frequencies kept, all are the same
     if not found:
-        raise UserError(f"{budget} cached numbers hold no rotary key and latent; give 3 or more")
+        given = f" beside --kv-rank {kv_rank}" if kv_rank else f" beside --rope-dim {rope_dim}" if rope_dim else ""
+        raise UserError(f"{budget} cached numbers hold no rotary key and latent{given}; give other sizes")
     return list(found.values())
 
 

@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 FORMS = ("deepseek_v3", "plain")
 FIRST_OF_MANY = "the sizes shown are the first of {count} that fit; which of them lose least is measured when it is run"
+SHORT_TEXT = (
+    "sizes were chosen on {found} windows beyond those calibrated on, not {asked}: the text is too short; add to "
+    "--calib, or lower --calib-windows"
+)
 WEIGHTS_ONLY = "factored by weights alone, which loses far more than need be; leave --calib none out"
 
 
@@ -224,6 +228,10 @@ def convert_mla(
             promised = account(source.family, source.config, source.checkpoint.tensors)
             plan = partial(_plan, source, promised, room, dtype=dtype)
             candidates, made, written = _holdable(candidates, plan, partial(exporting, source))
+            if asked.weights_only and len(candidates) > 1:
+                raise UserError(
+                    "--calib none leaves no text to choose sizes on; give --kv-rank, --rope-dim and --rope-select high"
+                )
             report = describe(made, written)
             if asked.weights_only:
                 report = replace(report, warnings=[*report.warnings, WEIGHTS_ONLY])
@@ -232,7 +240,7 @@ def convert_mla(
             if dry_run:
                 return rehearse(report, source, asked)
             made = _learn(stack, source, asked, candidates, plan, search_windows, progress)
-            if form != "plain" and not asked.refining:
+            if form != "plain" and asked.calibrates and not asked.refining:
                 made = replace(made, latent_sizes=made.factors.latent_sizes())
             if not is_main_process():
                 return replace(report, **made.said)
@@ -276,6 +284,7 @@ class _Made:
         latent_sizes: see `stock.export`.
         said: what the report says of it.
         learnt: what the record says of how it was made.
+        warnings: about that.
     """
 
     choice: Choice
@@ -285,6 +294,7 @@ class _Made:
     latent_sizes: Sequence[float] | None = None
     said: dict[str, Any] = field(default_factory=dict)
     learnt: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
 
 def _is_said(value: object) -> bool:
@@ -345,7 +355,7 @@ def _learn(
     from ..calibration.calibrate import Runner, find_statistics
 
     runner, said, learnt = Runner(source, asked.how), {}, {"calibration": NO_TEXT, "search": None, "refine": None}
-    statistics, choice = None, candidates[0]
+    statistics, choice, warnings = None, candidates[0], list[str]()
     if asked.calibrates:
         statistics = find_statistics(runner, asked.stats, progress)
         about = statistics.about
@@ -355,10 +365,12 @@ def _learn(
     if len(candidates) > 1:
         from .search import search
 
-        found = search(runner, candidates, plan, search_windows, progress)
+        found, measured_on = search(runner, candidates, plan, search_windows, progress)
         choice = found[0].choice
+        if measured_on < search_windows:
+            warnings.append(SHORT_TEXT.format(asked=search_windows, found=measured_on))
         learnt["search"] = [asdict(one.choice) | {"loss": one.loss} for one in found]
-        said |= {"search_windows": search_windows, "search_loss": found[0].loss, "search": learnt["search"]}
+        said |= {"search_windows": measured_on, "search_loss": found[0].loss, "search": learnt["search"]}
     made = plan(choice)
     if asked.refining:
         from ..refine import refine_layers
@@ -369,7 +381,7 @@ def _learn(
         made = replace(made, outputs=outputs)
         said |= asdict(refined)
         learnt["refine"] = asdict(asked.refining) | {"text": refined.refine_text, "kinds": refined.refine_kinds}
-    return replace(made, said=said, learnt=learnt)
+    return replace(made, said=said, learnt=learnt, warnings=warnings)
 
 
 def _room(source: Source) -> Room:
@@ -439,9 +451,10 @@ def _report(
     source_dtype = main_dtype(info for output in outputs for info in output.sources)
     dtype = main_dtype(TensorInfo(output.name, output.dtype, output.shape, "") for output in outputs)
     used = {info.name for output in outputs for info in output.sources}
-    warnings = list(written.warnings)
+    warnings = [*made.warnings, *written.warnings]
     if after > before:
-        warnings.append(f"padded to {after} cached numbers a token and layer, more than the source's {before}")
+        how = "padded to" if after > unpadded else "it caches"
+        warnings.append(f"{how} {after} cached numbers a token and layer, more than the source's {before}")
     return MlaReport(
         model=str(out),
         source=source.name,

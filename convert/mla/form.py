@@ -158,10 +158,17 @@ class Form:
     def residual_factor(self) -> float:
         return residual_factor(self.source_eps, self.eps)
 
-    def block(self, plain: Mapping[str, Any], source: Mapping[str, Any] | None, readers: Sequence[str]) -> dict:
+    def block(
+        self,
+        written: Mapping[str, Any],
+        plain: Mapping[str, Any],
+        source: Mapping[str, Any] | None,
+        readers: Sequence[str],
+    ) -> dict:
         """All that the inverse needs, for config.json.
 
         Args:
+            written: the stock form's config.json, which must stay as it is to be read right.
             plain: the plain form's config.json.
             source: the config.json of what it was made from, if known.
             readers: the engines that the export was made for.
@@ -178,6 +185,7 @@ class Form:
             "query_scales": list(self.query_scales),
             "tied_head": self.tied_head,
             "dtype": self.dtype,
+            "written": {key: value for key, value in written.items() if key not in _FREE},
             "plain": {key: value for key, value in plain.items() if key != BLOCK},
             **source_block(source),
         }
@@ -200,6 +208,10 @@ class Form:
                 f"the {BLOCK} block of config.json has format version {block.get('format_version')}, this kvfold knows "
                 f"{FORMAT_VERSION}; update kvfold"
             )
+        if edited := edits(config):
+            raise UserError(
+                f"config.json says {edited[0]} where the export said something else; the weights go with what it said"
+            )
         try:
             return cls(
                 heads=config["num_attention_heads"],
@@ -214,8 +226,50 @@ class Form:
                 tied_head=block["tied_head"],
                 dtype=block["dtype"],
             )
-        except (KeyError, TypeError) as error:
-            raise UserError(f"the {BLOCK} block of config.json lacks {error}; export the model again") from None
+        except (KeyError, TypeError):
+            raise UserError(f"the {BLOCK} block of config.json is damaged; export the model again") from None
+
+
+def edits(config: Mapping[str, Any]) -> list[str]:
+    """What an export's config.json says otherwise than it was written, as `key = value`.
+
+    Each of these would make readers compute another model, most of them without an error.
+    """
+    block = config.get(BLOCK)
+    written = block.get("written") if isinstance(block, Mapping) else None
+    if not isinstance(written, Mapping):
+        return []
+    changed = [key for key, value in written.items() if key in config and not _same(config[key], value)]
+    added = [key for key, neutral in _ADDED.items() if key not in written and config.get(key) not in (None, *neutral)]
+    return [f"{key} = {config[key]!r}" for key in (*changed, *added)]
+
+
+def _same(found: Any, written: Any) -> bool:
+    """Equal as JSON says it: a float may be spelled with fewer digits, a count may not become one."""
+    if isinstance(written, Mapping):
+        return (
+            isinstance(found, Mapping)
+            and found.keys() == written.keys()
+            and all(_same(found[key], value) for key, value in written.items())
+        )
+    if type(written) is float and type(found) in (int, float):
+        return math.isclose(found, written, rel_tol=1e-6)
+    return type(found) is type(written) and found == written
+
+
+# Keys that may change, as they decide no number.
+_FREE = frozenset(
+    {"architectures", "dtype", "initializer_range", "use_cache", "attention_dropout", "max_position_embeddings"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id"}
+)
+# Keys that an export does not have, and the values at which they would change nothing.
+_ADDED: Mapping[str, tuple[Any, ...]] = {
+    "rope_scaling": (),
+    "is_causal": (True,),
+    "sliding_window": (),
+    "partial_rotary_factor": (1,),
+    "layer_types": (),
+}
 
 
 def source_block(source: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -39,8 +39,12 @@ class Measured:
     loss: float
 
 
-def search(runner: Runner, candidates: Sequence[Choice], plan: Plan, windows: int, progress: Stages) -> list[Measured]:
-    """Measure every choice, the best first.
+def search(
+    runner: Runner, candidates: Sequence[Choice], plan: Plan, windows: int, progress: Stages
+) -> tuple[list[Measured], int]:
+    """Measure every choice, the best first; returns them, and the windows that were left to measure on.
+
+    Where none is left, it measures on those that were calibrated on, and says 0.
 
     Args:
         runner: of the source.
@@ -49,7 +53,9 @@ def search(runner: Runner, candidates: Sequence[Choice], plan: Plan, windows: in
         progress: opens a progress for the stage.
     """
     count = runner.how.text.windows
-    batches = runner.share(runner.windows(count + windows).after(count)).batches(runner.how.batch_size)
+    text = runner.windows(count + windows)
+    left = max(0, len(text) - count)
+    batches = runner.share(text.after(count) if left else text).batches(runner.how.batch_size)
     measured = []
     with progress("searching") as report:
         total = len(candidates) * runner.sizes["L"]
@@ -57,7 +63,7 @@ def search(runner: Runner, candidates: Sequence[Choice], plan: Plan, windows: in
             made = plan(choice)
             advance = partial(_advance, report, number * runner.sizes["L"], total)
             measured.append(Measured(choice, mean_loss(runner, made.outputs, made.config, batches, advance)))
-    return sorted(measured, key=lambda one: one.loss)
+    return sorted(measured, key=lambda one: one.loss), left
 
 
 def _advance(report: Progress, done: int, total: int, layer: int) -> None:

@@ -124,7 +124,7 @@ def export(
     _check_family(plain, config)
     sizes, layers = HeadSizes.of(plain.config), config.num_hidden_layers
     stock = engine_shape(sizes) if pad else sizes
-    rope = stock_rope(config, config.rope_frequencies, sizes.rope, stock.rope)
+    rope = stock_rope(plain.family, config, config.rope_frequencies, sizes.rope, stock.rope)
     if latent_sizes is None:
         latent_sizes = [_largest_latent(tensors, plain.checkpoint, layer, sizes.rank) for layer in range(layers)]
     if len(latent_sizes) != layers:
@@ -147,7 +147,7 @@ def export(
         form = replace(form, query_rank=rank, query_scales=tuple(neutral_scale(size, norm) for size in sizes_in))
         written["q_lora_rank"] = rank
     source = plain.source or (plain.config.get(BLOCK) or {}).get("source")
-    written[BLOCK] = form.block(plain.config, source, readers)
+    written[BLOCK] = form.block(written, plain.config, source, readers)
     still = frozenset(layer for layer, kept in enumerate(config.rope_frequencies) if not kept)
     outputs = stock_outputs(written, tensors, Folding(form, QuerySplit(q_rank, query_moment), still), dtype)
     readable_by, warnings = _ask(written, outputs, readers)
@@ -158,7 +158,10 @@ def _norm(readers: Sequence[str], large_eps: bool | None) -> NeutralNorm:
     if large_eps is None:
         large_eps = set(readers) == {"llama.cpp"}
     if large_eps and (fixed := [reader for reader in readers if reader in _FIXED_EPS]):
-        raise UserError(f"{fixed[0]} has the latent's eps in its code and cannot read the large-eps form; leave it out")
+        raise UserError(
+            f"{fixed[0]} has the latent's eps in its code and cannot read the large-eps form; give --for llama.cpp, or "
+            "leave --large-eps out"
+        )
     return LARGE_EPS if large_eps else SMALL_EPS
 
 
@@ -171,6 +174,8 @@ def _check_family(plain: PlainModel, config: Any) -> None:
     row = plain.family
     if row.latent != "stock":
         raise UserError(f"{row.name} has {row.norm} norms where the stock form has RMSNorm; only --form plain holds it")
+    if not config.rms_norm_eps > 0:
+        raise UserError(f"rms_norm_eps is {config.rms_norm_eps:g}, which no scale turns into another; use --form plain")
     windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
     window = getattr(config, "sliding_window", None) if windowed else None
     if window is not None and window < config.max_position_embeddings:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ...common.errors import UserError
-from ...common.kvcache import head_dim
+from ..families import Family
+from ..rotary import turning_of
 
 _CLOSE = 1e-6  # relative, of frequencies that transformers computes in fp32
 _POINTWISE = (
@@ -23,11 +24,14 @@ _BY_LENGTH = ("dynamic", "longrope")  # kinds whose frequencies change with the 
 _LARGEST_THETA = 1e30  # readers raise it to powers in fp32
 
 
-def stock_rope(config: Any, kept: Sequence[Sequence[int]], rope_dim: int, stock_dim: int) -> dict[str, Any]:
+def stock_rope(
+    family: Family, config: Any, kept: Sequence[Sequence[int]], rope_dim: int, stock_dim: int
+) -> dict[str, Any]:
     """The rope_parameters of the stock form.
 
     Args:
-        config: transformers' config of the plain model.
+        family: of the plain model.
+        config: its transformers config.
         kept: for each layer the frequencies that it keeps, as places in the source's table; none where it has no
             positions.
         rope_dim, stock_dim: rotary numbers before and after padding.
@@ -39,8 +43,8 @@ def stock_rope(config: Any, kept: Sequence[Sequence[int]], rope_dim: int, stock_
     kind, theta = parameters.get("rope_type", "default"), parameters["rope_theta"]
     if kind in _BY_LENGTH:
         raise UserError(f"rope type {kind} has other frequencies for longer texts, which the stock form cannot; {_OUT}")
-    # Where only a part of a head turns, the series runs over that part.
-    turning = int(head_dim(config) * parameters.pop("partial_rotary_factor", 1.0))
+    parameters.pop("partial_rotary_factor", None)  # of the source's heads; some classes store it and ignore it
+    turning = turning_of(family, config)  # where only a part of a head turns, the series runs over that part
     places = _shared_places(kept, rope_dim // 2)
     step = places[1] if len(places) > 1 else 1
     if list(places) != [step * j for j in range(len(places))]:

@@ -251,6 +251,9 @@ def test_every_row_of_the_table_is_violated_by_some_case():
     for said in ({"dtype": "F16"}, {"source": narrow}, {"format_version": 2}, large):
         seen += [demands.Seen(engine, *exported(**said)) for engine in ("llama.cpp", "transformers")]
     seen.append(demands.Seen("vllm", {**exported()[0], "quantization_config": {}}, exported()[1]))
+    edited, tensors = exported()
+    edited["kvfold"] = {**edited["kvfold"], "written": {**edited, "hidden_act": "gelu"}}
+    seen.append(demands.Seen("transformers", edited, tensors))
     broken_llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **NEUTRAL["source"]}
     seen.append(demands.Seen("vllm", broken_llama, {}))
     for row in demands._TABLE["demands"]:

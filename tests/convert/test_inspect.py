@@ -186,7 +186,7 @@ FORMS_OF = {
     "mistral": ({"sliding_window": None}, STOCK, ""),
     "mistral-window": ({}, [], "its sliding window of 64 tokens has no place"),
     "llama-bias": ({}, PLAIN, "has no place for model.layers.0.mlp.down_proj.bias"),
-    "llama-yarn": ({"rope_parameters": YARN}, PLAIN, "rope type yarn scales logits"),
+    "llama-yarn": ({"rope_parameters": YARN}, [], "its RoPE scales what it turns by 1.13863"),
     "stablelm": ({}, PLAIN, "its norm is a LayerNorm"),
     "qwen3": ({}, [], "QK-norm"),
     "olmo2": ({}, [], "QK-norm"),
@@ -275,7 +275,7 @@ def test_damaged_export_is_no_candidate(tmp_path):
     path.write_text(json.dumps(config | {"intermediate_size": 95}))
     row = inspect_model(tmp_path / "out").conversions[-1]
     assert not row.possible
-    assert "the config says [95, 64]" in row.reason
+    assert "config.json says intermediate_size = 95 where the export said something else" in row.reason
     del config["kvfold"]["latent_scales"]
     path.write_text(json.dumps(config))
-    assert "lacks 'latent_scales'" in inspect_model(tmp_path / "out").conversions[-1].reason
+    assert "block of config.json is damaged" in inspect_model(tmp_path / "out").conversions[-1].reason

@@ -111,9 +111,15 @@ def test_the_search_tries_sizes_from_all_to_a_quarter():
         ({"kv_elements": 0}, "0 cached numbers are not possible; give 3 to 64"),
         ({"kv_elements": -4}, "-4 cached numbers are not possible; give 3 to 64"),
         ({"kv_elements": 65}, "65 cached numbers are not possible; give 3 to 64, which the source caches"),
-        ({"kv_elements": 2}, "2 cached numbers hold no rotary key and latent; give 3 or more"),
-        ({"kv_elements": 8, "rope_dim": 8}, "8 cached numbers hold no rotary key and latent"),
-        ({"kv_elements": 8, "kv_rank": 7}, "8 cached numbers hold no rotary key and latent"),
+        ({"kv_elements": 2}, "2 cached numbers hold no rotary key and latent; give other sizes"),
+        (
+            {"kv_elements": 8, "rope_dim": 8},
+            "8 cached numbers hold no rotary key and latent beside --rope-dim 8",
+        ),
+        (
+            {"kv_elements": 8, "kv_rank": 7},
+            "8 cached numbers hold no rotary key and latent beside --kv-rank 7",
+        ),
         ({"kv_ratio": 0}, "a ratio of 0 is no smaller cache; give more than 0 and at most 1"),
         ({"kv_ratio": 1.01}, "a ratio of 1.01 is no smaller cache"),
         ({"kv_ratio": -0.5}, "a ratio of -0.5 is no smaller cache"),

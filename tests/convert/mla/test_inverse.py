@@ -156,7 +156,7 @@ def test_what_is_no_export_is_refused(tmp_path):
     said = config(tmp_path / "stock")
     for change, message in (
         (said["kvfold"] | {"format_version": 2}, "update kvfold"),
-        ({k: v for k, v in said["kvfold"].items() if k != "latent_scales"}, "lacks 'latent_scales'"),
+        ({k: v for k, v in said["kvfold"].items() if k != "latent_scales"}, "block of config.json is damaged"),
         (None, "has no kvfold block"),
     ):
         (tmp_path / "stock" / "config.json").write_text(json.dumps({**said, "kvfold": change}))

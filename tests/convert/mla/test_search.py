@@ -96,7 +96,8 @@ def by_hand(path, windows, factor=1.0):
 
 def test_the_best_is_first_and_all_are_measured(runner, plan, plain):
     candidates = [Choice("high", 8, rank) for rank in (5, 3, 9)]
-    found = search(runner, candidates, plan, 2, silent)
+    found, windows = search(runner, candidates, plan, 2, silent)
+    assert windows == 2
     later = runner.windows(WINDOWS + 2).ids[WINDOWS:]
     assert len(later) == 2
     expected = {rank: by_hand(plain[1], later, 1 + abs(rank - 3)) for rank in (5, 3, 9)}
@@ -121,8 +122,9 @@ def test_windows_not_calibrated_on(runner, plan, monkeypatch):
 def test_short_text_is_read_again(runner, plan):
     """Where no windows are left, those calibrated on have to do."""
     runner.how = replace(runner.how, text=replace(runner.how.text, windows=1000))
-    found = search(runner, [Choice("high", 8, 3)], plan, 2, silent)
+    found, windows = search(runner, [Choice("high", 8, 3)], plan, 2, silent)
     assert found[0].loss > 0
+    assert windows == 0
 
 
 def test_progress_counts_layers_of_all_choices(runner, plan):
@@ -140,5 +142,5 @@ def test_batches_do_not_matter(runner, plan):
     losses = []
     for size in (1, 3):
         runner.how = replace(runner.how, batch_size=size)
-        losses.append(search(runner, [Choice("high", 8, 3)], plan, 3, silent)[0].loss)
+        losses.append(search(runner, [Choice("high", 8, 3)], plan, 3, silent)[0][0].loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
