@@ -35,7 +35,7 @@ quality: setup
 # A short form of the lane; the whole takes the better part of an hour on two cores, and can be stopped and resumed:
 # python -m kvfold.recipes.real.smollm2
 real: setup
-	$(BIN)/python -m kvfold.recipes.real.smollm2 --only mean --only svd --calib-windows 16 --max-windows 8
+	$(BIN)/python -m kvfold.recipes.real.smollm2 --only mean --only svd --only mla-192 --calib-windows 16 --max-windows 8
 
 # vLLM and llama.cpp on the CPU, each in an environment of its own in kvfold's cache (2.7 GB); can be stopped and resumed.
 engines: setup

@@ -21,7 +21,7 @@ from ..eval.ppl import PerplexityReport, Protocol, perplexity
 from .tiny import MODEL_DIR
 
 KV_HEADS = (4, 2, 1)
-KV_ELEMENTS = (256, 128, 64)  # the first is more than there is: a latent needs no more numbers than the hidden size
+KV_ELEMENTS = (128, 64)  # as many as 2 heads and 1 cache
 REFINE_WINDOWS = 32
 SEARCH_WINDOWS = 4  # enough to tell the choices of so small a model apart
 # What is done to each number of heads: name, method, windows to refine on.

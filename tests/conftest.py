@@ -15,3 +15,8 @@ def cache(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cache")
     os.environ["KVFOLD_CACHE"] = str(folder)
     return folder
+
+
+def pytest_collection_modifyitems(items):
+    """The README's commands first: they take longest, and all would wait for them at the end."""
+    items.sort(key=lambda item: item.path.name != "test_readme.py")

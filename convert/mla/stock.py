@@ -151,6 +151,8 @@ def export(
     still = frozenset(layer for layer, kept in enumerate(config.rope_frequencies) if not kept)
     outputs = stock_outputs(written, tensors, Folding(form, QuerySplit(q_rank, query_moment), still), dtype)
     readable_by, warnings = _ask(written, outputs, readers)
+    if norm is LARGE_EPS:
+        warnings.append("the large-eps form is for llama.cpp alone: transformers loads it, and computes another model")
     return Stock(written, outputs, readable_by, warnings)
 
 

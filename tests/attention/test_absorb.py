@@ -309,3 +309,12 @@ def test_an_adapter_put_on_afterwards_counts(ids):
     got = steps(model, ids, [12, 1])
     restore(model)
     torch.testing.assert_close(got, steps(model, ids, [12, 1]), **ROUNDING)
+
+
+def test_an_absorbed_model_can_be_pickled(tmp_path, ids):
+    model = make("v3")
+    expected = model(ids).logits
+    with absorb(model):
+        torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    torch.testing.assert_close(loaded(ids).logits, expected)

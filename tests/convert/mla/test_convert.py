@@ -4,6 +4,7 @@ import argparse
 import inspect
 import json
 import os
+import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from kvfold.convert.calibration.calibrate import Runner
 from kvfold.convert.calibration.knobs import Calibration
 from kvfold.convert.calibration.store import Statistics
 from kvfold.convert.calibration.text import CalibText
+from kvfold.convert.check import check
 from kvfold.convert.mla import stock
 from kvfold.convert.mla.convert import convert_mla
 from kvfold.convert.plain import convert_plain
@@ -629,3 +631,67 @@ def test_report_is_plain_data(convert, saved, tmp_path):
     assert json.loads(json.dumps(asdict(report))) == asdict(report)
     assert (report.form, report.family, report.qk_nope_head_dim, report.v_head_dim) == ("plain", "qwen2", 16, 16)
     assert report.bytes == sum(tensor.nbytes for tensor in stored(tmp_path / "out").values())
+
+
+# What a tester once found: wrong models that nobody was told of.
+
+
+def test_a_partial_rotary_factor_that_the_class_ignores(convert, tmp_path):
+    model = make_source("llama", 1)
+    model.config.rope_parameters["partial_rotary_factor"] = 0.5
+    src = save_source(model, tmp_path / "src")
+    convert(src, tmp_path / "out", kv_rank=16, rope_dim=16, rope_select="high", form="deepseek_v3", dtype="float64")
+    assert difference(logits(load(tmp_path / "out")), logits(load(src))) < 1e-6  # but for the neutral norm
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("form", ["plain", "deepseek_v3"])
+def test_rope_that_scales_what_it_turns(form, no_work, tmp_path):
+    src = save_source(make_source("llama", 1, rope_parameters=YARN), tmp_path / "src")
+    refuse(src, tmp_path, "its RoPE scales what it turns by 1.277", kv_rank=8, rope_dim=8, form=form)
+
+
+def test_large_gains_without_statistics(convert, tmp_path):
+    """The latent is larger than its weights say, and the norm must not see it."""
+    model = make_source("llama", 1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_layernorm.weight *= 1000
+            layer.self_attn.q_proj.weight /= 1e6
+            layer.self_attn.o_proj.weight /= 1000
+    src = save_source(model, tmp_path / "src")
+    sizes = full_sizes("llama", model.config)
+    convert(src, tmp_path / "out", **sizes, rope_select="high", form="deepseek_v3", dtype="float64", **NONE)
+    assert difference(logits(load(tmp_path / "out")), logits(load(src))) < 1e-6
+
+
+BUDGET = {"kv_elements": 24, "kv_rank": None, "rope_dim": None, "rope_select": "auto"}
+
+
+def test_no_text_to_choose_sizes_on(no_work, saved, tmp_path):
+    refuse(saved("llama"), tmp_path, "leaves no text to choose sizes on; give --kv-rank", **BUDGET, **NONE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_interleave": False},
+        {"hidden_act": "gelu"},
+        {"rope_scaling": YARN},
+        {"is_causal": False},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+        {"first_k_dense_replace": 2.0},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_an_export_that_was_edited(change, fresh, tmp_path):
+    folder = tmp_path / "out"
+    shutil.copytree(fresh / "llama/stock", folder)
+    edit_config(folder, **change)
+    report = check(folder, engine="transformers")
+    assert not report.passed
+    assert any(one.topic == "edited" for one in report.violations)
+    with pytest.raises(UserError, match=r"config.json says .* where the export said something else"):
+        convert_plain(folder, tmp_path / "plain")
