@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -59,6 +60,10 @@ def _attend(
     if keys is not None and torch.is_grad_enabled():
         more, still = keys.beside(key)
         query, key = torch.cat([query, more], dim=-1), torch.cat([key, still], dim=-1)
+        # Values of the same size let torch take a kernel that keeps no [T, T] weights for the backward pass.
+        size, value = value.shape[-1], F.pad(value, (0, key.shape[-1] - value.shape[-1]))
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+        return output[..., :size], None
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
 
 
