@@ -21,7 +21,7 @@ from .demands import (
     violations,
 )
 from .headers import TensorInfo
-from .mla.form import BLOCK
+from .latent_form import BLOCK
 
 
 @dataclass(frozen=True)

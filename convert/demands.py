@@ -33,7 +33,7 @@ from ..common.sources import one_line_errors
 from .checks import account
 from .families import FAMILIES
 from .headers import TensorInfo
-from .mla.form import edits
+from .latent_form import edits
 
 _TABLE = json.loads(Path(__file__).with_name("demands.json").read_text(encoding="utf-8"))
 ENGINES: tuple[str, ...] = tuple(_TABLE["engines"])

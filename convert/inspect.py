@@ -33,8 +33,8 @@ from .demands import source_elements, unpadded
 from .families import FAMILIES, Family
 from .headers import FLOATS, ITEM_BYTES, TensorInfo, main_dtype
 from .latent_families import DEEPSEEK, KNOWN, PREFIX
+from .latent_form import BLOCK, Form
 from .mla.convert import FORMS
-from .mla.form import BLOCK, Form
 
 _NEEDED = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")
 

@@ -13,7 +13,7 @@ from .directory import check_paths, lay_out, write_directory
 from .families import FAMILIES
 from .headers import FLOATS, main_dtype
 from .latent_families import DEEPSEEK, PREFIX
-from .mla.form import Form
+from .latent_form import Form
 from .source import Source, open_source
 from .stream import Output
 

@@ -29,7 +29,7 @@ from ..common.scoring import check_ids, compare_hidden, evaluating, hidden_state
 from ..common.sources import quiet
 from ..common.windows import Window, batches, split_windows
 from .check import check_readable
-from .mla.form import BLOCK
+from .latent_form import BLOCK
 
 DEFAULT_WINDOW = 512
 DEFAULT_THRESHOLD = 0.5

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .form import Form, after_norm, neutral_gain
+from ..latent_form import Form, after_norm, neutral_gain
 
 _PIECE = 1 << 22  # elements in fp64 at a time, where a matrix may be as large as the vocabulary
 

@@ -22,9 +22,9 @@ from ..config import from_raw
 from ..families import Family
 from ..headers import FLOATS, TensorInfo
 from ..latent_families import PLAIN
+from ..latent_form import BLOCK, Form, plain_block
 from ..stream import Output
 from .folds import multiply
-from .form import BLOCK, Form, plain_block
 
 
 @dataclass(frozen=True)

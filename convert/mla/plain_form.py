@@ -14,10 +14,10 @@ from ..calibration.reader import full_names
 from ..config import from_raw
 from ..families import Promise
 from ..latent_families import KNOWN
+from ..latent_form import plain_block
 from ..rotary import rotary_of
 from ..source import Source
 from ..stream import Output, cast
-from .form import plain_block
 from .layers import LayerFactors
 from .rotation import Channels
 

@@ -1,7 +1,7 @@
 """From the plain form to a checkpoint that stock engines read: an all-dense `DeepseekV3ForCausalLM`.
 
-Everything is exact in real arithmetic but the latent's norm, see `form.NeutralNorm`. What cannot be held exactly is
-refused before a tensor is computed; whether a named reader reads the result right is asked of `demands`.
+Everything is exact in real arithmetic but the latent's norm, see `latent_form.NeutralNorm`. What cannot be held exactly
+is refused before a tensor is computed; whether a named reader reads the result right is asked of `demands`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..demands import ENGINES, Violation, check_engine, violations
 from ..families import Family, Promise
 from ..headers import FLOATS, TensorInfo
 from ..latent_families import DEEPSEEK, PREFIX
+from ..latent_form import BLOCK, LARGE_EPS, SMALL_EPS, Form, HeadSizes, NeutralNorm, engine_shape, neutral_scale
 from ..source import Source
 from ..stream import Output, compute
-from .form import BLOCK, LARGE_EPS, SMALL_EPS, Form, HeadSizes, NeutralNorm, engine_shape, neutral_scale
 from .q_lora import Moment, QuerySplit
 from .stock_rope import stock_rope
 from .stock_tensors import Folding, stock_outputs
@@ -106,7 +106,7 @@ def export(
         q_rank: a smaller rank for queries, which loses some of them. Without it they stay exact; where a reader or a
             bias demands a rank, it is the hidden size (plus one).
         query_moment: with `q_rank`, what inputs to lose least of; white ones if None.
-        pad: to a shape that serving kernels take, see `form.ENGINE_SHAPES`.
+        pad: to a shape that serving kernels take, see `latent_form.ENGINE_SHAPES`.
         large_eps: scale the residual stream up instead of down, so that the weights survive float16 and Q8_0.
             transformers cannot read that; by default it is done for llama.cpp alone.
         dtype: of the result's tensors; the plain ones' own if None.

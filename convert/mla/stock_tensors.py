@@ -16,9 +16,9 @@ from ..checkpoint import torch_dtype
 from ..config import from_raw
 from ..headers import FLOATS
 from ..latent_families import DEEPSEEK
+from ..latent_form import Form
 from ..stream import Output
 from . import folds
-from .form import Form
 from .q_lora import QueryFactors, QuerySplit
 
 _SHOWN = 3  # tensors named in a message

@@ -8,8 +8,7 @@ from torch.testing import assert_close
 
 from kvfold.attention.rope import Rope, geometric, rotate
 from kvfold.common.errors import UserError
-from kvfold.convert.mla import folds, inverse
-from kvfold.convert.mla.form import (
+from kvfold.convert.latent_form import (
     ENGINE_SHAPES,
     LARGE_EPS,
     SMALL_EPS,
@@ -22,6 +21,7 @@ from kvfold.convert.mla.form import (
     neutral_scale,
     residual_factor,
 )
+from kvfold.convert.mla import folds, inverse
 from kvfold.convert.mla.q_lora import identity, low_rank
 from kvfold.convert.mla.stock_rope import padded_theta, series_theta
 

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from kvfold.common.errors import UserError
+from kvfold.convert import latent_form as form
 from kvfold.convert.directory import lay_out, write_directory
-from kvfold.convert.mla import folds, form, stock, stock_rope, stock_tensors
-from kvfold.convert.mla.form import HeadSizes
+from kvfold.convert.latent_form import HeadSizes
+from kvfold.convert.mla import folds, stock, stock_rope, stock_tensors
 from kvfold.convert.mla.stock import export
 from kvfold.convert.source import open_source
 from kvfold.convert.stream import compute

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...common.errors import UserError
+from ..common.errors import UserError
 
 BLOCK = "kvfold"  # the key of config.json under which all of this stands
 FORMAT_VERSION = 1
