@@ -63,12 +63,14 @@ def request(
     max_shard_size: int | None,
     compares: bool,
     method: str,
+    learning_rate: float = RefineKnobs.learning_rate,
 ) -> Request:
     """Check what is asked for.
 
     Args:
         compares: whether the conversion needs statistics.
         method: what to call it to the user.
+        learning_rate: of refinement.
 
     Raises:
         UserError: something cannot be, or contradicts something else.
@@ -79,7 +81,7 @@ def request(
         raise UserError(f"a shard of {max_shard_size} bytes holds nothing; give a positive size such as 5GB")
     text = CalibText(calib, calib_windows, calib_window, calib_builtin, chat)
     how = Calibration(text, fisher, offload, calib_batch_size, device, calib_dtype)
-    refining = RefineKnobs(refine, refine_passes) if refine else None
+    refining = RefineKnobs(refine, refine_passes, learning_rate=learning_rate) if refine else None
     if calib and not compares and not refining and not text.weights_only:
         raise UserError(f"{method} reads no text; leave --calib out, or add --refine")
     if stats and not compares:

@@ -39,6 +39,9 @@ SHORT_TEXT = (
     "sizes were chosen on {found} windows beyond those calibrated on, not {asked}: the text is too short; add to "
     "--calib, or lower --calib-windows"
 )
+# Of refinement. A latent starts nearer to the source than merged heads do: at the rate of these, 2e-3, half the layers
+# of SmolLM2-135M at a third of the cache are no nearer after 16 windows than before; at this one all are.
+LEARNING_RATE = 4e-4
 WEIGHTS_ONLY = "factored by weights alone, which loses far more than need be; leave --calib none out"
 
 
@@ -200,6 +203,7 @@ def convert_mla(
         max_shard_size=max_shard_size,
         compares=True,
         method="convert mla",
+        learning_rate=LEARNING_RATE,
     )
     exporting = partial(
         _export, form=form, readers=readers, pad=pad_to_engine, q_rank=q_rank, large_eps=large_eps, dtype=dtype
