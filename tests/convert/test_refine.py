@@ -3,7 +3,6 @@
 import argparse
 import inspect
 import json
-from functools import partial
 from statistics import mean
 
 import pytest
@@ -159,7 +158,7 @@ def test_hidden_states_in_files_change_nothing(convert, tmp_path, monkeypatch):
 def test_a_layer_that_diverges_stays_as_it_was(convert, tmp_path, monkeypatch):
     src = save(make_model(config_of("llama")).float(), tmp_path / "src")
     convert(src, tmp_path / "plain", 2)
-    monkeypatch.setattr(request, "RefineKnobs", partial(RefineKnobs, learning_rate=1e38))
+    monkeypatch.setattr(request, "RefineKnobs", lambda *knobs, **_: RefineKnobs(*knobs, learning_rate=1e38))
     report = convert(src, tmp_path / "out", 2, refine=4, refine_passes=2)
     assert report.layer_errors_after == report.layer_errors_before
     assert stored(tmp_path / "out") == stored(tmp_path / "plain")

@@ -97,7 +97,7 @@ def test_report(shared, text, knobs, tmp_path):
     assert (statistics.about.key, statistics.effective_ranks()) == (report.key, report.effective_ranks)
     for number in range(LAYERS):
         layer = statistics.layer(number)
-        assert layer.inputs[-1, -1] == 1
+        assert float(layer.inputs[-1, -1]) == pytest.approx(1, abs=1e-6)
         assert all(getattr(layer, name).diagonal().min() > 0 for name in MOMENTS if name != "still_cross")
     assert stages[-1] == ("calibrating", LAYERS * WINDOWS, LAYERS * WINDOWS)
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
