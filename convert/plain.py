@@ -14,6 +14,7 @@ from .families import FAMILIES
 from .headers import FLOATS, main_dtype
 from .latent_families import DEEPSEEK, PREFIX
 from .latent_form import Form
+from .request import check_writing
 from .source import Source, open_source
 from .stream import Output
 
@@ -76,10 +77,7 @@ def convert_plain(
     """
     check_paths(str(src), str(out), overwrite=overwrite)
     src, out = str(src), Path(out)
-    if dtype is not None and dtype not in FLOATS.values():
-        raise UserError(f"dtype {dtype} cannot be written; choose one of {', '.join(FLOATS.values())}")
-    if max_shard_size is not None and max_shard_size < 1:
-        raise UserError(f"a shard of {max_shard_size} bytes holds nothing; give a positive size such as 5GB")
+    check_writing(dtype, max_shard_size)
     with open_source(src, revision=revision) as source:
         form = _form(source)
         promised = account(source.family, source.config, source.checkpoint.tensors)

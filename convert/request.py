@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..common.errors import UserError
-from ..common.loading import FLOATS
 from .calibration.knobs import Calibration, RefineKnobs
 from .calibration.text import CalibText
+from .headers import FLOATS
 from .source import Source
 
 if TYPE_CHECKING:
@@ -44,6 +44,18 @@ class Request:
         return self.compares and not self.weights_only
 
 
+def check_writing(dtype: str | None, max_shard_size: int | None) -> None:
+    """Refuse a dtype or a size of shards that cannot be written.
+
+    Raises:
+        UserError: names it.
+    """
+    if dtype is not None and dtype not in FLOATS.values():
+        raise UserError(f"dtype {dtype} cannot be written; choose one of {', '.join(FLOATS.values())}")
+    if max_shard_size is not None and max_shard_size < 1:
+        raise UserError(f"a shard of {max_shard_size} bytes holds nothing; give a positive size such as 5GB")
+
+
 def request(
     *,
     calib: Sequence[str],
@@ -75,10 +87,7 @@ def request(
     Raises:
         UserError: something cannot be, or contradicts something else.
     """
-    if dtype is not None and dtype not in FLOATS:
-        raise UserError(f"dtype {dtype} cannot be written; choose one of {', '.join(FLOATS)}")
-    if max_shard_size is not None and max_shard_size < 1:
-        raise UserError(f"a shard of {max_shard_size} bytes holds nothing; give a positive size such as 5GB")
+    check_writing(dtype, max_shard_size)
     text = CalibText(calib, calib_windows, calib_window, calib_builtin, chat)
     how = Calibration(text, fisher, offload, calib_batch_size, device, calib_dtype)
     refining = RefineKnobs(refine, refine_passes, learning_rate=learning_rate) if refine else None

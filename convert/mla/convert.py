@@ -213,9 +213,8 @@ def convert_mla(
         describe = partial(_report, source, out, form, max_shard_size, dry_run)
         if source.config.model_type.startswith(PREFIX):
             sizes = (kv_rank, rope_dim, kv_elements, kv_ratio)
-            made = _as_it_is(
-                source, form, dtype, learning=bool(calib or stats or refine), sized=any(map(_is_said, sizes))
-            )
+            sized = any(size is not None for size in sizes)
+            made = _as_it_is(source, form, learning=bool(calib or stats or refine), sized=sized)
             if dry_run:
                 return describe(made, exporting(source, made))
         else:
@@ -301,11 +300,7 @@ class _Made:
     warnings: list[str] = field(default_factory=list)
 
 
-def _is_said(value: object) -> bool:
-    return value is not None
-
-
-def _as_it_is(source: Source, form: str, dtype: str | None, *, learning: bool, sized: bool) -> _Made:
+def _as_it_is(source: Source, form: str, *, learning: bool, sized: bool) -> _Made:
     """A plain checkpoint, to be exported."""
     from .stock import plain_model
 
