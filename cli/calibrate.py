@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
+from ..common.output import print_report
 from . import options
-from .output import print_report
 
 
 @click.command()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from ..common.errors import CheckFailed
+from ..common.output import print_report
 from . import options
-from .output import print_report
 
 # As convert.demands.ENGINES, which the command line does not read to say its help.
 ENGINES = ("transformers", "vllm", "vllm-transformers", "sglang", "llama.cpp")

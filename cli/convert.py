@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
+from ..common.output import print_layers, print_report, print_table
 from ..common.parallel import is_main_process
 from . import options
-from .output import print_layers, print_report, print_table
 
 _ERRORS = ("layer_errors_before", "layer_errors_after")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
+from ..common.output import print_report, print_table
 from . import options
-from .output import print_report, print_table
 
 
 @click.command()

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
+from ..common.output import print_report
 from . import options
-from .output import print_report
 
 
 @click.group("eval")

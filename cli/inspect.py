@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
+from ..common.output import print_report
 from . import options
-from .output import print_report
 
 _LATENT = (
-    *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank"),
+    *("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_lora_rank", "form", "readers"),
     *("unpadded_kv_elements_per_token_per_layer", "source_kv_elements_per_token_per_layer"),
 )
 

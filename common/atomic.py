@@ -259,6 +259,26 @@ def output_directory(out: Path, *, overwrite: bool | None = None) -> Iterator[Pa
 
 
 @contextmanager
+def working_folder(folder: Path) -> Iterator[Path]:
+    """Create a folder, unless it is there, and keep other processes of kvfold out of it.
+
+    Raises:
+        UserError: another process is working in it, or a file has its name.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; name a folder to work in")
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = _lock(real_path(folder))
+    except BlockingIOError:
+        raise UserError(f"another kvfold is working in {folder}; wait for it, or choose another folder") from None
+    try:
+        yield folder
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def _parents(out: Path) -> Iterator[None]:
     """Create the folders that `out` will be in; those that were missing go again if the block fails."""
     made = [parent for parent in out.parents if not parent.exists()]

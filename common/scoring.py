@@ -52,15 +52,19 @@ class _PassThrough(nn.Module):
         return _BaseOutput((inputs_embeds,))
 
 
-def hidden_states(model, input_ids: Tensor) -> Tensor:
+def hidden_states(model, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
     """Last hidden states [B, T, D] of `input_ids` [B, T], as the head takes them.
+
+    Args:
+        positions: of the tokens, [B, T]; by default 0, 1, ..., T - 1. Where they start again, so does attention.
 
     Raises:
         UserError: the class does not separate a base model from its head.
     """
     if model.base_model is model:
         raise UserError(f"{type(model).__name__} has no head over a base model; load a causal language model")
-    return model.base_model(input_ids=input_ids, use_cache=False, return_dict=True).last_hidden_state
+    placed = {} if positions is None else {"position_ids": positions}
+    return model.base_model(input_ids=input_ids, use_cache=False, return_dict=True, **placed).last_hidden_state
 
 
 def head_logits(model, hidden: Tensor) -> Tensor:
@@ -74,8 +78,8 @@ def head_logits(model, hidden: Tensor) -> Tensor:
     return type(model).forward(shell, inputs_embeds=hidden, use_cache=False, return_dict=True).logits
 
 
-def logit_chunks(model, hidden: Tensor, chunk: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """Yield `(positions, logits [B, n, V])` over all positions of `hidden` [B, T, D], in order.
+def position_chunks(model, hidden: Tensor, chunk: int | None = None) -> Iterator[slice]:
+    """Yield the positions of `hidden` [B, T, D] in order, a chunk at a time.
 
     Args:
         chunk: positions at a time; by default as many as keep to `CHUNK_ELEMENTS` logits.
@@ -84,12 +88,20 @@ def logit_chunks(model, hidden: Tensor, chunk: int | None = None) -> Iterator[tu
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         chunk = max(1, CHUNK_ELEMENTS // (hidden.shape[0] * vocabulary))
     for start in range(0, hidden.shape[1], chunk):
-        positions = slice(start, min(start + chunk, hidden.shape[1]))
+        yield slice(start, min(start + chunk, hidden.shape[1]))
+
+
+def logit_chunks(model, hidden: Tensor, chunk: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """Yield `(positions, logits [B, n, V])` over all positions of `hidden` [B, T, D]; see `position_chunks`."""
+    for positions in position_chunks(model, hidden, chunk):
         yield positions, head_logits(model, hidden[:, positions])
 
 
 def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihoods [...] in nats of `targets` [...] under `logits` [..., V], in fp32 or fp64."""
+    """Negative log-likelihoods [...] in nats of `targets` [...] under `logits` [..., V], in fp32 or fp64.
+
+    A target of -100 costs nothing.
+    """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view_as(targets)
 
@@ -124,19 +136,34 @@ def compare_logits(source: Tensor, result: Tensor, targets: Tensor) -> Compariso
     Raises:
         UserError: the vocabularies differ, so that there is no divergence.
     """
+    check_vocabularies(source, result)
+    agrees = source.argmax(-1) == result.argmax(-1)
+    source, result = (log_probabilities(logits) for logits in (source, result))
+    kl = divergence(source, result)
+    nll, source_nll = (-x.gather(-1, targets[..., None])[..., 0] for x in (result, source))
+    return Comparison(kl, agrees, nll, source_nll)
+
+
+def check_vocabularies(source: Tensor, result: Tensor) -> None:
+    """Refuse logits [..., V] of two models between which there is no divergence.
+
+    Raises:
+        UserError: their V differ.
+    """
     if source.shape[-1] != result.shape[-1]:
         raise UserError(
             f"the source has logits for {source.shape[-1]} tokens, the result for {result.shape[-1]}; "
             "models compare over one vocabulary only"
         )
-    agrees = source.argmax(-1) == result.argmax(-1)
-    source, result = (_log_probabilities(logits) for logits in (source, result))
-    kl = (source.exp() * (source - result)).sum(-1)
-    nll, source_nll = (-x.gather(-1, targets[..., None])[..., 0] for x in (result, source))
-    return Comparison(kl, agrees, nll, source_nll)
 
 
-def _log_probabilities(logits: Tensor) -> Tensor:
+def divergence(source: Tensor, result: Tensor) -> Tensor:
+    """Forward KL(source || result) [...] in nats, of log-probabilities [..., V]."""
+    return (source.exp() * (source - result)).sum(-1)
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Log-probabilities [..., V] of `logits` [..., V], in fp32 or fp64."""
     return logits.log_softmax(-1, dtype=torch.float64 if logits.dtype == torch.float64 else torch.float32)
 
 

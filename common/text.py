@@ -269,7 +269,8 @@ def _documents(name: str, rows: Iterable[dict], columns: tuple[str, ...]) -> Ite
         column = next((column for column in columns if column in row), None)
         if column is None:
             wanted = " or ".join(map(repr, columns))
-            way = "; calibration reads its 'messages' with --chat" if "messages" in row else ""
+            chat = "; calibration reads its 'messages' with --chat, uptraining with chat=true"
+            way = chat if "messages" in row else ""
             raise UserError(f"{name} has no column {wanted} (its columns: {', '.join(row)}){way}")
         kind, described = _COLUMNS[column]
         value = row[column] or kind()

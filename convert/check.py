@@ -13,7 +13,9 @@ from .checkpoint import Checkpoint
 from .demands import (
     Violation,
     architecture_of,
+    cached,
     check_engine,
+    checked,
     form_of,
     read_from,
     source_elements,
@@ -33,6 +35,7 @@ class CheckReport:
         engine: by whose demands.
         read_from: the release whose sources they were read from.
         architecture: the class that config.json names.
+        checked: how much it means that it passed: of what is not MLA, little is known that an engine demands.
         kv_elements_per_token_per_layer: what an MLA checkpoint caches; None for other architectures, as for the rest.
         unpadded_kv_elements_per_token_per_layer: what it would without padding to an engine's shape.
         source_kv_elements_per_token_per_layer: what the model that it was made from caches.
@@ -45,6 +48,7 @@ class CheckReport:
     engine: str
     read_from: str
     architecture: str | None
+    checked: str
     kv_elements_per_token_per_layer: int | None
     unpadded_kv_elements_per_token_per_layer: int | None
     source_kv_elements_per_token_per_layer: int | None
@@ -76,8 +80,9 @@ def check(out: str | Path, *, engine: str, revision: str | None = None) -> Check
         engine=engine,
         read_from=read_from(engine),
         architecture=architecture_of(config),
-        kv_elements_per_token_per_layer=_cached(latent),
-        unpadded_kv_elements_per_token_per_layer=_cached(unpadded(latent)),
+        checked=checked(config, engine),
+        kv_elements_per_token_per_layer=cached(latent),
+        unpadded_kv_elements_per_token_per_layer=cached(unpadded(latent)),
         source_kv_elements_per_token_per_layer=source_elements(latent),
         passed=not refusals,
         reason=f"{engine} would not read {out} right: {refusals[0].wrong}{more}" if refusals else "",
@@ -102,12 +107,6 @@ def _read(out: str, revision: str | None) -> tuple[dict[str, Any], dict[str, Ten
         for shard, file in remote.files_metadata.items()
         for name, row in file.tensors.items()
     }
-
-
-def _cached(sizes: Mapping[str, Any]) -> int | None:
-    """Elements a token and layer of an MLA checkpoint with these sizes."""
-    rank, rope = map(sizes.get, ("kv_lora_rank", "qk_rope_head_dim"))
-    return rank + rope if isinstance(rank, int) and isinstance(rope, int) else None
 
 
 def check_readable(folder: str | Path, config: Any) -> None:

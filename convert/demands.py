@@ -9,11 +9,12 @@ The demands are data, in demands.json. A row is one demand:
     severity    `refuse` (the default) if the engine would fail or be wrong, `warn` if some way to run it would
     if, needs   conditions, all of which must hold: a row whose `if` holds and whose `needs` does not is violated
     find        instead of `needs`: a function of `FINDERS`, violated once for each thing that it finds
-    wrong, mend what is said; `{name}` is a fact, or what the finder found
+    wrong, mend what is said; `{name}` is a fact, or what the finder found. Where the mend depends, it is a list of
+                rows with `if` and `say`, and the first whose `if` holds is said
 
 A condition names a fact by `key` (or several by `each`, every one a demand of its own) and tests it with `OPERATORS`.
 Facts are what config.json says, and `_derived` of it. The table of `tensors` has the symbols of `_sizes`; `~` stands
-for a decoder layer.
+for a decoder layer. `checked` says, by form, how much the demands amount to.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ..common.sources import one_line_errors
 from .checks import account
 from .families import FAMILIES
 from .headers import TensorInfo
-from .latent_form import edits
+from .latent_form import ENGINE_SHAPES, HeadSizes, edits
 
 _TABLE = json.loads(Path(__file__).with_name("demands.json").read_text(encoding="utf-8"))
 ENGINES: tuple[str, ...] = tuple(_TABLE["engines"])
@@ -135,6 +136,20 @@ def violations(config: Mapping[str, Any], tensors: Mapping[str, TensorInfo], eng
     return sorted(found, key=lambda violation: violation.severity != "refuse")
 
 
+def spelled(found: Iterable[Violation]) -> list[str]:
+    """Violations in one line each; what several engines say alike is said once, with all their names."""
+    engines: dict[str, list[str]] = {}
+    for violation in found:
+        engines.setdefault(f"{violation.wrong}; {violation.mend}", []).append(violation.engine)
+    return [f"{', '.join(names)}: {text}" for text, names in engines.items()]
+
+
+def checked(config: Mapping[str, Any], engine: str) -> str:
+    """How much it means that a checkpoint meets an engine's demands: what of them is known."""
+    said = {"engine": engine, "architecture": architecture_of(config)}
+    return _TABLE["checked"][form_of(config, engine)].format_map(_Words(said))
+
+
 def check_engine(engine: str) -> None:
     """Refuse a name that is not one of `ENGINES`.
 
@@ -173,6 +188,12 @@ def source_elements(config: Mapping[str, Any]) -> int | None:
     return kv_elements(_Attributes(source)) if source.get("model_type") in FAMILIES else None
 
 
+def cached(sizes: Mapping[str, Any]) -> int | None:
+    """Elements a token and layer of an MLA checkpoint with these sizes; None where they are not said."""
+    rank, rope = map(sizes.get, ("kv_lora_rank", "qk_rope_head_dim"))
+    return rank + rope if type(rank) is int and type(rope) is int else None
+
+
 def unpadded(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The sizes of an export before it was padded to an engine's shape; its own where it was not."""
     return _mapping(_mapping(config.get("kvfold")).get("plain")) or config
@@ -183,15 +204,18 @@ def _derived(seen: Seen) -> dict[str, Any]:
     config = seen.config
     # transformers lets the older key win.
     rope = {**_mapping(config.get("rope_parameters")), **_mapping(config.get("rope_scaling"))}
-    rank, *head = map(config.get, ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    sizes = [*map(config.get, ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))]
+    known = all(type(size) is int for size in sizes)
     return {
         "engine": seen.engine,
         "form": form_of(config, seen.engine),
         "architecture": architecture_of(config),
         "rope_type": rope.get("rope_type") or rope.get("type") or "default",
         "rope_theta": rope.get("rope_theta") or config.get("rope_theta"),
-        "cache_elements": rank + head[1] if _is_number(rank) and _is_number(head[1]) else None,
-        "head_shape": head,
+        "cache_elements": cached(config),
+        "unpadded_elements": cached(unpadded(config)),
+        "too_large_to_pad": known and not any(shape.holds(HeadSizes(*sizes)) for shape in ENGINE_SHAPES),
+        "head_shape": sizes[1:],
         "dtype": config.get("dtype") or config.get("torch_dtype"),
         "dtypes": sorted({info.dtype for info in seen.tensors.values()}),
         "latent_scale": seen.block.get("latent_scale"),
@@ -247,8 +271,14 @@ def _say(row: Mapping[str, Any], seen: Seen, finding: Mapping[str, Any]) -> Viol
         topic=row["topic"],
         severity=row.get("severity", "refuse"),
         wrong=row["wrong"].format_map(words),
-        mend=row["mend"].format_map(words),
+        mend=_mend(row, seen).format_map(words),
     )
+
+
+def _mend(row: Mapping[str, Any], seen: Seen) -> str:
+    if isinstance(row["mend"], str):
+        return row["mend"]
+    return next(one["say"] for one in row["mend"] if all(_holds(test, seen.facts) for test in one.get("if", [])))
 
 
 class _Words(dict):

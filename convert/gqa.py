@@ -24,7 +24,7 @@ from .merge.apply import members, merge_stored
 from .merge.layers import LayerMerges
 from .merge.methods import find_method
 from .merge.whole_heads import Knobs
-from .request import rehearse, request
+from .request import doubts, rehearse, request, said_of
 from .source import Source, open_source
 from .stream import Output, cast
 
@@ -190,7 +190,8 @@ def convert_gqa(
             if asked.calibrates:
                 statistics = find_statistics(runner, asked.stats, progress)
                 about = statistics.about
-                report = replace(report, stats=str(statistics.path), calib_tokens=about.tokens, calib_kinds=about.kinds)
+                warnings = [*report.warnings, *doubts(asked, statistics)]
+                report = replace(report, **said_of(statistics), warnings=warnings)
             outputs = plan(merging(statistics=statistics, device=runner.device))
             if asked.refining:
                 from .refine import refine_layers

@@ -60,7 +60,8 @@ class InspectReport:
 
     Of a model with MLA, `head_dim` is the size of a query, `rotary_dim` the size of the rotary key. If kvfold exported
     it, the `unpadded_` elements are those that it cached before it was padded to an engine's shape, and the `source_`
-    ones those of the model that it was made from. What is about MLA is None for all others.
+    ones those of the model that it was made from; `form` is the one that it was given, and `readers` are the engines
+    that it was made for. What is about MLA is None for all others.
     """
 
     model: str
@@ -98,6 +99,8 @@ class InspectReport:
     qk_nope_head_dim: int | None
     v_head_dim: int | None
     q_lora_rank: int | None
+    form: str | None
+    readers: list[str] | None
     unpadded_kv_elements_per_token_per_layer: int | None
     source_kv_elements_per_token_per_layer: int | None
     conversions: list[Conversion]
@@ -175,6 +178,8 @@ def _describe(src: str, kind: str, config: Any, tensors: list[TensorInfo], conte
         context=context,
         kv_bytes=kv_bytes(config, context, element_bytes),
         **{name: latent.sizes.get(name) for name in _LATENT},
+        form=latent.form,
+        readers=latent.readers,
         unpadded_kv_elements_per_token_per_layer=latent.unpadded,
         source_kv_elements_per_token_per_layer=latent.source,
         conversions=conversions(config, tensors, named_as_saved=kind != "gguf"),
@@ -193,9 +198,12 @@ _LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
 
 @dataclass(frozen=True)
 class _Latent:
-    """What is said of MLA: its sizes, those of a query, and what was cached before padding, and by the source."""
+    """What is said of MLA: its sizes, those of a query, and what was cached before padding, and by the source; and for
+    whom kvfold wrote it in which form."""
 
     sizes: Mapping[str, int | None] = field(default_factory=dict)
+    form: str | None = None
+    readers: list[str] | None = None
     query: int | None = None
     unpadded: int | None = None
     source: int | None = None
@@ -208,8 +216,11 @@ def _latent(config: Any) -> _Latent:
     sizes = {name: getattr(text, name, None) for name in _LATENT}
     block = {BLOCK: getattr(config, BLOCK, None)}
     plain = unpadded({**sizes, **block})
+    said = block[BLOCK] if isinstance(block[BLOCK], Mapping) else {}
     return _Latent(
         sizes,
+        form="plain" if text.model_type.startswith(PREFIX) else said.get("form"),
+        readers=said.get("readers"),
         query=text.qk_nope_head_dim + text.qk_rope_head_dim,
         unpadded=plain["kv_lora_rank"] + plain["qk_rope_head_dim"],
         source=source_elements(block),

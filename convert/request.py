@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..common.errors import UserError
 from .calibration.knobs import Calibration, RefineKnobs
@@ -16,7 +16,19 @@ from .source import Source
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    Report = TypeVar("Report", bound=DataclassInstance)
+    from .calibration.store import Statistics
+
+    class ReportThatWarns(DataclassInstance, Protocol):
+        @property
+        def warnings(self) -> list[str]: ...
+
+    Report = TypeVar("Report", bound=ReportThatWarns)
+
+
+NO_FISHER = (
+    "the statistics of {path} hold no Fisher moments, so the result is worse; make them anew with kvfold calibrate, "
+    "leaving --no-fisher out, or give --no-fisher here too, if that is meant"
+)
 
 
 @dataclass(frozen=True)
@@ -102,6 +114,17 @@ def request(
     return Request(how, refining, compares, Path(stats) if stats else None)
 
 
+def said_of(statistics: Statistics) -> dict[str, Any]:
+    """What a report says of the statistics that were used."""
+    about = statistics.about
+    return {"stats": str(statistics.path), "calib_tokens": about.tokens, "calib_kinds": about.kinds}
+
+
+def doubts(asked: Request, statistics: Statistics) -> list[str]:
+    """Warnings about the statistics that were used: a file may be less than what would have been made in its place."""
+    return [NO_FISHER.format(path=statistics.path)] if asked.how.fisher and not statistics.about.fisher else []
+
+
 def rehearse(report: Report, source: Source, asked: Request) -> Report:
     """Read what a conversion would read, without running the model; returns the report with what would be done."""
     if not asked.calibrates and not asked.refining:
@@ -111,8 +134,8 @@ def rehearse(report: Report, source: Source, asked: Request) -> Report:
 
     runner, said = Runner(source, asked.how), dict[str, Any]()
     if asked.calibrates and asked.stats:
-        about = Statistics.open(asked.stats).about
-        said |= {"stats": str(asked.stats), "calib_tokens": about.tokens, "calib_kinds": about.kinds}
+        statistics = Statistics.open(asked.stats)
+        said |= said_of(statistics) | {"warnings": [*report.warnings, *doubts(asked, statistics)]}
     elif asked.calibrates:
         windows = runner.windows()
         said |= {"calib_tokens": windows.tokens, "calib_kinds": published(windows.counts)}

@@ -15,7 +15,8 @@ from ..common.progress import Progress
 from ..common.text import BUILTIN
 from ..convert.gqa import convert_gqa
 from ..convert.inspect import inspect_model
-from ..convert.mla.convert import MlaReport, convert_mla
+from ..convert.mla.convert import convert_mla
+from ..convert.mla.report import MlaReport
 from ..eval.cache import cache_size
 from ..eval.ppl import PerplexityReport, Protocol, perplexity
 from .tiny import MODEL_DIR

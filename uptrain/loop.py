@@ -1,169 +1,246 @@
-"""Next-token training of a causal language model on fixed windows, driven by accelerate.
+"""The training loop: one optimizer step after the other, on one process or many, driven by accelerate.
 
 Symbols: W windows, S tokens a window, B windows a step over all processes.
 
-The loop keeps no hidden state: what a step reads (`batch_indices`) and how fast it learns (`lr_factor`) are
-functions of the knobs and the step number, so a run can be reproduced, or taken up again, from any step.
+The loop keeps no hidden state. Which windows a step reads, how fast it learns and every random draw (dropout) are
+functions of the knobs, the step's number and the process's, so that a run taken up again from the weights and the
+optimizer of any step goes on bit for bit.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-import random
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
-from ..common.errors import UserError, did_you_mean
+from ..common.errors import CheckFailed, UserError
+from .order import Order
+from .schedule import Course
 
-# How much of the peak learning rate is left when a share of the steps after warm-up, 0..1, is done.
-DECAYS: dict[str, Callable[[float], float]] = {
-    "constant": lambda done: 1.0,
-    "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
-    "linear": lambda done: 1 - done,
-}
+if TYPE_CHECKING:
+    from .data.store import Batch
+    from .teacher import Teacher, TeacherView
 
 
 @dataclass(frozen=True)
-class TrainKnobs:
+class LoopKnobs:
     """What a training run is made of, apart from the model and the windows.
 
     Args:
-        steps: optimizer steps to take; how often each window is seen follows from it.
-        batch_size: windows a step, over all processes together, so that the number of processes does not
-            change what is learnt.
-        learning_rate: the peak, reached at the end of the warm-up.
-        warmup: steps over which the rate rises linearly from near zero; AdamW's second moments are noise
-            before that.
-        decay: what the rate does after the warm-up, a key of `DECAYS`.
+        course: the steps to take, and how fast each learns.
+        batch_size: windows a step, over all processes together, so that the number of processes does not change what
+            is learnt.
+        micro_batch_size: windows that a process holds at a time; a matter of memory, not of the result.
         weight_decay: decoupled, on matrices only: norms and biases have no size to keep small.
         betas: AdamW's two averaging factors.
         clip: largest norm of the gradient of all parameters together; 0 never clips.
-        seed: sets the order of the windows and every random draw of the model (dropout).
-        log_every: steps between two calls of ``log``.
+        seed: of every random draw of the model.
 
     Raises:
-        UserError: a number is out of range, or the decay is unknown.
+        UserError: a number is out of range.
     """
 
-    steps: int
+    course: Course
     batch_size: int = 8
-    learning_rate: float = 3e-3
-    warmup: int = 100
-    decay: str = "cosine"
+    micro_batch_size: int = 8
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     clip: float = 1.0
     seed: int = 0
-    log_every: int = 50
 
     def __post_init__(self) -> None:
-        for name, least in {"steps": 1, "batch_size": 1, "log_every": 1, "warmup": 0, "clip": 0}.items():
-            if getattr(self, name) < least:
+        for name, least in {"batch_size": 1, "micro_batch_size": 1, "clip": 0, "weight_decay": 0}.items():
+            if not getattr(self, name) >= least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
-        if self.decay not in DECAYS:
-            raise UserError(f"unknown decay {self.decay!r}{did_you_mean(self.decay, DECAYS)}")
+        if self.course.steps < 1:
+            raise UserError(f"steps is {self.course.steps}; it must be at least 1")
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What ``log`` is told: steps done, mean loss since the last call in nats a token, last step's rate."""
+    """One step that was taken.
+
+    Attributes:
+        step: steps done, this one included.
+        stage: what it learnt from, see `schedule.Stage`.
+        loss: what was minimised, per target token, over all processes.
+        cross_entropy: nats a token; NaN in a stage that does not run the head.
+        divergence: KL from the teacher in nats a token, or the layers' error; NaN without a teacher.
+        learning_rate: of this step.
+        grad_norm: before clipping; NaN where nothing is clipped.
+        tokens: that were read, targets or not, over all processes.
+        seconds: that the step took on the main process.
+    """
 
     step: int
+    stage: str
     loss: float
+    cross_entropy: float
+    divergence: float
     learning_rate: float
+    grad_norm: float
+    tokens: int
+    seconds: float
 
 
-def lr_factor(step: int, knobs: TrainKnobs) -> float:
-    """Share of the peak learning rate that step ``step``, counted from 0, trains with."""
-    if step < knobs.warmup:
-        return (step + 1) / knobs.warmup
-    return DECAYS[knobs.decay]((step - knobs.warmup) / max(1, knobs.steps - knobs.warmup))
+class Data(Protocol):
+    """Windows to train on, by number; see `data.store`."""
+
+    windows: int
+    window: int
+
+    def batch(self, indices: Sequence[int]) -> Batch: ...
+
+    def scored(self, indices: Sequence[int]) -> int: ...
 
 
-def batch_indices(windows: int, knobs: TrainKnobs, start: int = 0) -> Iterator[list[int]]:
-    """Yield the B window numbers of each step from ``start`` on.
-
-    Every epoch is a permutation of all windows drawn from (seed, epoch). A batch may straddle two epochs, so
-    that no window is left out of either.
-    """
-    order: list[int] = []
-    epoch = -1
-    for step in range(start, knobs.steps):
-        batch = []
-        for position in range(step * knobs.batch_size, (step + 1) * knobs.batch_size):
-            if position // windows != epoch:
-                epoch = position // windows
-                order = random.Random(f"{knobs.seed}/{epoch}").sample(range(windows), windows)
-            batch.append(order[position % windows])
-        yield batch
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """Seed of all that one process draws in one step."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()[:6], "big")
 
 
-def train(
-    model: PreTrainedModel,
-    windows: torch.Tensor,
-    knobs: TrainKnobs,
-    *,
-    accelerator: Accelerator | None = None,
-    log: Callable[[StepReport], None] | None = None,
-) -> None:
-    """Train ``model`` in place to predict the next token of ``windows``, and leave it in evaluation mode.
+def make_optimizer(model: nn.Module, knobs: LoopKnobs) -> torch.optim.AdamW:
+    """AdamW on the parameters of `model` that are trained."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": knobs.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=knobs.betas)
 
-    1. Seed torch with ``knobs.seed``; the same model, windows, knobs, threads and machine give equal bits.
-    2. Each step: take B windows in the order of `batch_indices` (each process its share), average the loss
-       over their (S - 1) predictions, clip the gradient, and step AdamW at the rate of `lr_factor`.
-    3. Every ``log_every`` steps, and after the last, call ``log`` on the main process.
+
+class Training:
+    """A model in training, at a step.
 
     Args:
-        model: a causal language model whose parameters are fp32; frozen parameters stay as they are.
-        windows: token ids, int64, (W, S). Only the batch at hand is moved to the device.
-        knobs: see `TrainKnobs`.
-        accelerator: where and in which precision to compute; by default what ``accelerate launch`` set up.
-        log: called with a `StepReport`.
+        trainee: an `objective.Trainee`; frozen parameters stay as they are.
+        data: the windows.
+        order: which of them each step reads.
+        knobs: see `LoopKnobs`.
+        accelerator: where and in which precision to compute.
+        teacher: what the trainee learns from beside the text.
+
+    Attributes:
+        model: the trainee as accelerate wrapped it.
+        optimizer: likewise.
+        step: how many steps are done.
 
     Raises:
-        UserError: the windows are not (W, S) int64 with S >= 2, B does not divide among the processes, or
-            the loss stops being a number.
+        UserError: the batch does not divide among the processes, or nothing is to be trained.
     """
-    if windows.ndim != 2 or windows.dtype != torch.long or len(windows) == 0 or windows.shape[1] < 2:
-        raise UserError(f"windows are {windows.dtype} {tuple(windows.shape)}; give int64 (windows, tokens >= 2)")
-    accelerator = accelerator or Accelerator()
-    rank, processes = accelerator.process_index, accelerator.num_processes
-    if knobs.batch_size % processes:
-        raise UserError(f"batch_size {knobs.batch_size} does not divide among {processes} processes")
 
-    torch.manual_seed(knobs.seed)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": knobs.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=knobs.learning_rate, betas=knobs.betas)
-    prepared, optimizer = accelerator.prepare(model, optimizer)
-    prepared.train()
+    def __init__(
+        self,
+        trainee: nn.Module,
+        data: Data,
+        order: Order,
+        knobs: LoopKnobs,
+        accelerator: Accelerator,
+        teacher: Teacher | None = None,
+    ):
+        if knobs.batch_size % accelerator.num_processes:
+            raise UserError(
+                f"batch_size {knobs.batch_size} does not divide among {accelerator.num_processes} processes"
+            )
+        if not any(p.requires_grad for p in trainee.parameters()):
+            raise UserError("no parameter of the model is to be trained")
+        self.data, self.order, self.knobs, self.accelerator, self.teacher = data, order, knobs, accelerator, teacher
+        self.model, self.optimizer = accelerator.prepare(trainee, make_optimizer(trainee, knobs))
+        self.step = 0
 
-    losses: list[torch.Tensor] = []
-    for step, batch in enumerate(batch_indices(len(windows), knobs)):
-        rate = knobs.learning_rate * lr_factor(step, knobs)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        ids = windows[batch[rank::processes]].to(accelerator.device)  # (B / processes, S)
-        loss = prepared(input_ids=ids, labels=ids, use_cache=False).loss
-        accelerator.backward(loss)
+    def steps(self) -> Iterator[StepReport]:
+        """Take one step after the other, from where the training is to the end of its course.
+
+        Raises:
+            CheckFailed: the loss is no number any more; the step was not taken.
+        """
+        self.model.train()
+        while self.step < self.knobs.course.steps:
+            yield self._take_step()
+
+    def time_step(self, stage: str) -> float:
+        """Seconds that the forward and backward passes of one step of a stage take; nothing is learnt from them."""
+        mine = range(self.knobs.batch_size // self.accelerator.num_processes)
+        share = [number % self.data.windows for number in mine[: self.knobs.micro_batch_size]]
+        self.model.train()
+        for _ in range(2):  # the first one warms up
+            start = time.monotonic()
+            self._backward(share, stage, 1.0, True).tolist()  # a device is done when its numbers are here
+            self.optimizer.zero_grad()
+        return (time.monotonic() - start) * len(mine) / len(share)
+
+    def finish(self) -> nn.Module:
+        """The trainee as it was given, trained, in evaluation mode."""
+        # Autocast is wrapped around forward by `prepare`; the caller gets the model back as it was.
+        return self.accelerator.unwrap_model(self.model, keep_fp32_wrapper=False).eval()
+
+    def _take_step(self) -> StepReport:
+        start, knobs, accelerator = time.monotonic(), self.knobs, self.accelerator
+        rank, processes = accelerator.process_index, accelerator.num_processes
+        stage, rate = knobs.course.at(self.step)
+        windows = self.order.draw(self.step * knobs.batch_size, knobs.batch_size)
+        targets = max(1, self.data.scored(windows))
+        torch.manual_seed(step_seed(knobs.seed, self.step, rank))
+        mine = windows[rank::processes]
+        total = torch.zeros(3, dtype=torch.float64, device=reducible(accelerator))
+        for first in range(0, len(mine), knobs.micro_batch_size):
+            last = first + knobs.micro_batch_size >= len(mine)
+            # Every process's share counts by its targets, and data-parallel wrappers average over processes.
+            total += self._backward(mine[first : first + knobs.micro_batch_size], stage, processes / targets, last)
+        loss, cross_entropy, divergence = (accelerator.reduce(total, "sum") / targets).tolist()
+        if not math.isfinite(loss):
+            raise CheckFailed(self._broken(total, rate))
+        grad_norm = math.nan
         if knobs.clip:
-            accelerator.clip_grad_norm_(trainable, knobs.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-        if (step + 1) % knobs.log_every == 0 or step + 1 == knobs.steps:
-            mean = accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
-            losses.clear()
-            if not math.isfinite(mean):
-                raise UserError(f"the loss is {mean} at step {step + 1}; lower learning_rate ({rate:.3g} now)")
-            if log and accelerator.is_main_process:
-                log(StepReport(step + 1, mean, rate))
-    # Autocast is wrapped around forward by `prepare`; the caller gets the model back as it was.
-    accelerator.unwrap_model(prepared, keep_fp32_wrapper=False).eval()
+            norm = accelerator.clip_grad_norm_(self.model.parameters(), knobs.clip)
+            grad_norm = math.nan if norm is None else float(norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return StepReport(
+            step=self.step,
+            stage=stage,
+            loss=loss,
+            cross_entropy=cross_entropy if stage == "loss" else math.nan,
+            divergence=divergence if self.teacher else math.nan,
+            learning_rate=rate,
+            grad_norm=grad_norm,
+            tokens=knobs.batch_size * self.data.window,
+            seconds=time.monotonic() - start,
+        )
+
+    def _backward(self, indices: Sequence[int], stage: str, weight: float, last: bool) -> Tensor:
+        """Go forward and back through one micro-batch; its sums of objective, cross entropy and divergence [3]."""
+        accelerator = self.accelerator
+        batch = self.data.batch(indices).to(accelerator.device)
+        view: TeacherView | None = None
+        if self.teacher:
+            view = self.teacher.view(batch.ids, batch.positions, layers=stage == "layers")
+        # Gradients travel once a step. DeepSpeed and the wrapped optimizer go by the flag, DDP and FSDP by no_sync.
+        accelerator.gradient_state._set_sync_gradients(last)
+        with nullcontext() if last else accelerator.no_sync(self.model):
+            sums = self.model(batch.ids, batch.labels, batch.positions, view, stage)
+            accelerator.backward(sums[0] * weight)
+        return sums.detach().to(reducible(accelerator), torch.float64)
+
+    def _broken(self, total: Tensor, rate: float) -> str:
+        ranks = self.accelerator.gather((~total.isfinite().all()).long()[None]).nonzero().flatten().tolist()
+        return (
+            f"the loss is no finite number at step {self.step + 1} on rank {', '.join(map(str, ranks))}; the weights "
+            f"of step {self.step} are kept; lower the learning rate ({rate:.3g} now) or take another precision"
+        )
+
+
+def reducible(accelerator: Accelerator) -> torch.device:
+    """Where fp64 sums are held: MPS has none."""
+    return torch.device("cpu") if accelerator.device.type == "mps" else accelerator.device

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.errors import UserError
 from ...common.kvcache import fit_context
-from ...common.sources import first_line
 from ...common.text import BUILTIN, KINDS, builtin_kinds, join_documents, mixed_documents, stream_text
+from ...common.tokens import leading_ids, plain_ids, render_chat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,8 +43,6 @@ _BLOCK = 1 << 23  # characters of a table that are spread over at a time
 _GOLDEN = (5**0.5 - 1) / 2
 _TURNS = (("user", 1), ("assistant", 3))  # and the paragraphs that each has
 _TINY = 40  # characters; a paragraph below it is a heading or a rule
-# Some templates say today's date; the same text must be the same tomorrow.
-_STOP_CLOCK = "{% macro strftime_now(format) %}01 Jan 2025{% endmacro %}"
 
 Document = str | list[dict[str, Any]]
 """A text, or a conversation: messages of `role` and `content`."""
@@ -178,7 +176,7 @@ def calibration_windows(tokenizer: Any, knobs: CalibText, config: Any) -> Window
     window = fit_context(config, "calibration window", knobs.window, DEFAULT_WINDOW)
     if knobs.chat and not tokenizer.chat_template:
         raise UserError("the tokenizer has no chat template; leave --chat out, or calibrate an instruct model")
-    lead = _lead(tokenizer)
+    lead = leading_ids(tokenizer)
     if window <= len(lead):
         raise UserError(
             f"a calibration window of {window} has no room for text after the tokenizer's {len(lead)} leading tokens; "
@@ -308,26 +306,16 @@ def _piece(text: str, place: int, number: int) -> str:
 def _tokens(tokenizer: Any, kind: str, documents: Iterable[Document], chat: bool) -> Iterator[list[int]]:
     """The documents' ids, so that one after the other they are the ids of all, joined by blank lines."""
     if chat:  # a template says where a conversation ends
-        yield from (_ids(tokenizer, _render(tokenizer, kind, document)) for document in documents)
+        for document in documents:
+            messages = _conversation(document) if isinstance(document, str) else document
+            yield plain_ids(tokenizer, render_chat(tokenizer, kind, messages))
         return
     texts = (document for document in documents if document.strip())
     previous = next(texts, "")
     for text in texts:  # the blank line stands at the end, where many tokenizers merge it with the last sign
-        yield _ids(tokenizer, join_documents([previous, ""]))
+        yield plain_ids(tokenizer, join_documents([previous, ""]))
         previous = text
-    yield _ids(tokenizer, previous)
-
-
-def _ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    options = {"add_special_tokens": False, **options}
-    # Not verbose: it would warn that a text is longer than a context.
-    return tokenizer(text, return_attention_mask=False, verbose=False, **options)["input_ids"]
-
-
-def _lead(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts in front of a text by default."""
-    bare, whole = _ids(tokenizer, "a"), _ids(tokenizer, "a", add_special_tokens=True)
-    return next((whole[:start] for start in range(len(whole)) if whole[start : start + len(bare)] == bare), [])
+    yield plain_ids(tokenizer, previous)
 
 
 def _cut(parts: Iterable[list[int]], window: int, lead: list[int]) -> Iterator[list[int]]:
@@ -356,21 +344,3 @@ def _conversation(text: str) -> list[dict[str, Any]]:
             break
         messages.append({"role": role, "content": content})
     return messages
-
-
-def _render(tokenizer: Any, kind: str, document: Document) -> str:
-    """A document in the tokenizer's chat template.
-
-    Raises:
-        UserError: it is no conversation, or not one that the template takes.
-    """
-    messages = _conversation(document) if isinstance(document, str) else document
-    if not all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in messages):
-        raise UserError(f"{kind} holds messages without 'role' or 'content'; give each both")
-    # A table gives every message the fields of all, and templates (before transformers 5.24) would see None.
-    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    try:
-        template = _STOP_CLOCK + tokenizer.get_chat_template()
-        return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-    except Exception as error:  # a template may raise what it likes
-        raise UserError(f"{kind}: the chat template refuses a conversation: {first_line(error)}") from error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import UserError, did_you_mean
-from ...common.kvcache import cached_tokens, kv_elements
 from ...common.parallel import is_main_process
 from ...common.progress import Stages, silent
 from ..calibration.reader import tensor_reader
@@ -19,89 +19,26 @@ from ..checks import account, check_latent
 from ..demands import check_engine
 from ..directory import check_paths, lay_out, write_directory
 from ..families import Promise, Sizes
-from ..headers import FLOATS, ITEM_BYTES, TensorInfo, main_dtype
 from ..latent_families import KNOWN, PREFIX
-from ..request import Request, rehearse, request
+from ..request import Request, doubts, rehearse, request, said_of
 from ..rotary import rotary_of
 from ..source import Source, open_source
 from ..stream import Output
 from .budget import Choice, Room, choices
+from .report import FIRST_OF_MANY, SHORT_TEXT, WEIGHTS_ONLY, MlaReport, report_of
 from .rotation import SELECTS
 
 if TYPE_CHECKING:
     from ..calibration.store import Statistics
     from .layers import LayerFactors
-    from .stock import Stock
+    from .stock import PlainModel, Stock
 
 FORMS = ("deepseek_v3", "plain")
-FIRST_OF_MANY = "the sizes shown are the first of {count} that fit; which of them lose least is measured when it is run"
-SHORT_TEXT = (
-    "sizes were chosen on {found} windows beyond those calibrated on, not {asked}: the text is too short; add to "
-    "--calib, or lower --calib-windows"
-)
 # Of refinement. A latent starts nearer to the source than merged heads do: at the rate of these, 2e-3, half the layers
 # of SmolLM2-135M at a third of the cache are no nearer after 16 windows than before; at this one all are.
 LEARNING_RATE = 4e-4
-WEIGHTS_ONLY = "factored by weights alone, which loses far more than need be; leave --calib none out"
-
-
-@dataclass(frozen=True)
-class MlaReport:
-    """What a conversion to MLA did, or would do.
-
-    `kv_elements_per_token_per_layer` and `kv_bytes_per_token` (over all layers, in the checkpoint's dtype) are of the
-    result, the `source_` ones of the source, the `unpadded_` one of the result without padding to an engine's shape.
-    `bytes` counts the weights.
-
-    `rope_select`, `qk_rope_head_dim` and `kv_lora_rank` are what was chosen; where it was searched for, `search_loss`
-    is its loss in nats a token on `search_windows` windows not calibrated on, and `search` has every choice's. A dry
-    run chooses the first that fits.
-
-    `stats` is the file of statistics that was used, made of `calib_tokens` tokens; empty where none was. Where the
-    result was refined, `layer_errors_before` and `layer_errors_after` say how far each layer was from the source, see
-    `refine.Refined`.
-    """
-
-    model: str
-    source: str
-    family: str
-    form: str
-    readable_by: list[str]
-    num_attention_heads: int
-    source_num_key_value_heads: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    qk_nope_head_dim: int
-    v_head_dim: int
-    q_lora_rank: int | None
-    rope_select: str
-    source_kv_elements_per_token_per_layer: int
-    unpadded_kv_elements_per_token_per_layer: int
-    kv_elements_per_token_per_layer: int
-    source_kv_bytes_per_token: int
-    kv_bytes_per_token: int
-    kv_ratio: float
-    dtype: str
-    shards: int
-    bytes: int
-    tensors_computed: int
-    tensors_copied: int
-    tensors_dropped: list[str]
-    files_left_out: list[str]
-    dry_run: bool
-    stats: str = ""
-    calib_tokens: int = 0
-    calib_kinds: dict[str, int] = field(default_factory=dict)
-    search_windows: int = 0
-    search_loss: float | None = None
-    search: list[dict[str, Any]] = field(default_factory=list)
-    refine_windows: int = 0
-    refine_passes: int = 0
-    refine_text: str = ""
-    refine_kinds: dict[str, int] = field(default_factory=dict)
-    layer_errors_before: list[float] = field(default_factory=list)
-    layer_errors_after: list[float] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+# How a model is run, which decides no number: of no consequence where none is run.
+_HOW_TO_RUN = ("calib_batch_size", "device", "offload")
 
 
 def convert_mla(
@@ -185,20 +122,30 @@ def convert_mla(
         )
     if search_windows < 1:
         raise UserError(f"{search_windows} windows tell no choices apart; give 1 or more, or say all sizes")
+    sizes: dict[str, Any] = {
+        "kv_rank": kv_rank,
+        "rope_dim": rope_dim,
+        "kv_elements": kv_elements,
+        "kv_ratio": kv_ratio,
+        "rope_select": rope_select,
+    }
+    learning: dict[str, Any] = {
+        "calib": calib,
+        "calib_windows": calib_windows,
+        "calib_window": calib_window,
+        "calib_builtin": calib_builtin,
+        "chat": chat,
+        "fisher": fisher,
+        "offload": offload,
+        "stats": stats,
+        "refine": refine,
+        "refine_passes": refine_passes,
+        "device": device,
+        "calib_dtype": calib_dtype,
+        "calib_batch_size": calib_batch_size,
+    }
     asked = request(
-        calib=calib,
-        calib_windows=calib_windows,
-        calib_window=calib_window,
-        calib_builtin=calib_builtin,
-        chat=chat,
-        fisher=fisher,
-        offload=offload,
-        stats=stats,
-        refine=refine,
-        refine_passes=refine_passes,
-        device=device,
-        calib_dtype=calib_dtype,
-        calib_batch_size=calib_batch_size,
+        **learning,
         dtype=dtype,
         max_shard_size=max_shard_size,
         compares=True,
@@ -210,47 +157,47 @@ def convert_mla(
     )
     with ExitStack() as stack:
         source = stack.enter_context(open_source(src, revision=revision))
-        describe = partial(_report, source, out, form, max_shard_size, dry_run)
+
+        def describe(made: _Made, written: Stock) -> MlaReport:
+            return report_of(
+                source,
+                written,
+                made.choice,
+                out=out,
+                form=form,
+                max_shard_size=max_shard_size,
+                dry_run=dry_run,
+                said=made.said,
+                warnings=[*made.warnings, *written.warnings, *([WEIGHTS_ONLY] if asked.weights_only else [])],
+            )
+
         if source.config.model_type.startswith(PREFIX):
-            sizes = (kv_rank, rope_dim, kv_elements, kv_ratio)
-            sized = any(size is not None for size in sizes)
-            made = _as_it_is(source, form, learning=bool(calib or stats or refine), sized=sized)
-            if dry_run:
-                return describe(made, exporting(source, made))
+            made = _as_it_is(source, form, {**sizes, "search_windows": search_windows, **learning})
+            if dry_run or not is_main_process():
+                return describe(made, exporting(made))
         else:
             check_latent(source, form)
             room = _room(source)
-            candidates = choices(
-                room,
-                kv_rank=kv_rank,
-                rope_dim=rope_dim,
-                kv_elements=kv_elements,
-                kv_ratio=kv_ratio,
-                rope_select=rope_select,
-            )
+            candidates = choices(room, **sizes)
             promised = account(source.family, source.config, source.checkpoint.tensors)
             plan = partial(_plan, source, promised, room, dtype=dtype)
-            candidates, made, written = _holdable(candidates, plan, partial(exporting, source))
+            candidates, made, written = _holdable(candidates, plan, exporting)
             if asked.weights_only and len(candidates) > 1:
                 raise UserError(
                     "--calib none leaves no text to choose sizes on; give --kv-rank, --rope-dim and --rope-select high"
                 )
-            report = describe(made, written)
-            if asked.weights_only:
-                report = replace(report, warnings=[*report.warnings, WEIGHTS_ONLY])
-            if dry_run and len(candidates) > 1:
-                report = replace(report, warnings=[*report.warnings, FIRST_OF_MANY.format(count=len(candidates))])
             if dry_run:
-                return rehearse(report, source, asked)
+                if len(candidates) > 1:
+                    made = replace(made, warnings=[FIRST_OF_MANY.format(count=len(candidates))])
+                return rehearse(describe(made, written), source, asked)
+            report = describe(made, written)
             made = _learn(stack, source, asked, candidates, plan, search_windows, progress)
             if form != "plain" and asked.calibrates and not asked.refining:
                 made = replace(made, latent_sizes=made.factors.latent_sizes())
             if not is_main_process():
                 return replace(report, **made.said)
-        written = exporting(source, made)
+        written = exporting(made)
         report = describe(made, written)
-        if asked.weights_only:
-            report = replace(report, warnings=[*report.warnings, WEIGHTS_ONLY])
         with progress("writing") as advance:
             left_out = write_directory(
                 source,
@@ -282,7 +229,7 @@ class _Made:
 
     Attributes:
         choice: its sizes.
-        outputs, config: its tensors and its config.json.
+        plain: its tensors and its config.json.
         factors: where its tensors come from, if they are computed.
         latent_sizes: see `stock.export`.
         said: what the report says of it.
@@ -291,29 +238,51 @@ class _Made:
     """
 
     choice: Choice
-    outputs: list[Output]
-    config: dict[str, Any]
+    plain: PlainModel
     factors: LayerFactors | None = None
     latent_sizes: Sequence[float] | None = None
     said: dict[str, Any] = field(default_factory=dict)
     learnt: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
+    @property
+    def outputs(self) -> list[Output]:
+        return list(self.plain.outputs)
 
-def _as_it_is(source: Source, form: str, *, learning: bool, sized: bool) -> _Made:
-    """A plain checkpoint, to be exported."""
+    @property
+    def config(self) -> dict[str, Any]:
+        return dict(self.plain.config)
+
+
+def _as_it_is(source: Source, form: str, choosing: Mapping[str, Any]) -> _Made:
+    """A plain checkpoint, to be exported.
+
+    Args:
+        choosing: the options of `convert_mla` by which sizes and factors are found, of which there is nothing to find.
+
+    Raises:
+        UserError: it is to be made plain, or one of these options was given.
+    """
     from .stock import plain_model
 
     if form == "plain":
         raise UserError(f"{source.name} is in the plain form already; leave --form out to export it")
-    if learning or sized:
+    if given := _given(choosing):
         raise UserError(
-            f"{source.name} is in the plain form already and is exported as it is; leave out sizes, --calib, --stats "
-            "and --refine"
+            f"{source.name} is in the plain form already and is exported as it is; leave out {', '.join(given)}"
         )
     plain = plain_model(source)
-    sizes = plain.config["qk_rope_head_dim"], plain.config["kv_lora_rank"]
-    return _Made(Choice("as it is", *sizes), list(plain.outputs), dict(plain.config))
+    return _Made(Choice("as it is", plain.config["qk_rope_head_dim"], plain.config["kv_lora_rank"]), plain)
+
+
+def _given(options: Mapping[str, Any]) -> list[str]:
+    """Those of some options of `convert_mla` that are not as they are by default, and matter, as flags."""
+    keywords, flags = inspect.signature(convert_mla).parameters, []
+    for name, value in options.items():
+        default = keywords[name].default
+        if value not in (default, []) and name not in _HOW_TO_RUN:  # a list without texts names none either
+            flags.append(f"--{'no-' if default is True else ''}{name.replace('_', '-')}")
+    return flags
 
 
 def _holdable(
@@ -357,9 +326,9 @@ def _learn(
     statistics, choice, warnings = None, candidates[0], list[str]()
     if asked.calibrates:
         statistics = find_statistics(runner, asked.stats, progress)
-        about = statistics.about
-        said |= {"stats": str(statistics.path), "calib_tokens": about.tokens, "calib_kinds": about.kinds}
-        learnt["calibration"] = asdict(about)
+        said |= said_of(statistics)
+        learnt["calibration"] = asdict(statistics.about)
+        warnings += doubts(asked, statistics)
     plan = partial(plan, statistics=statistics, device=runner.device)
     if len(candidates) > 1:
         from .search import search
@@ -377,7 +346,7 @@ def _learn(
         outputs, refined = stack.enter_context(
             refine_layers(runner, made.outputs, made.config, asked.refining, progress)
         )
-        made = replace(made, outputs=outputs)
+        made = replace(made, plain=replace(made.plain, outputs=outputs))
         said |= asdict(refined)
         learnt["refine"] = asdict(asked.refining) | {"text": refined.refine_text, "kinds": refined.refine_kinds}
     return replace(made, said=said, learnt=learnt, warnings=warnings)
@@ -402,6 +371,7 @@ def _plan(
     """The plain form of a choice."""
     from . import plain_form
     from .layers import LayerFactors
+    from .stock import PlainModel
 
     kept = choice.channels(room)
     biased = plain_form.has_attention_bias(source.checkpoint.tensors)
@@ -415,73 +385,15 @@ def _plan(
         device=device,
     )
     config = plain_form.config_of(source, kept, choice.kv_rank, biased=biased, dtype=dtype)
-    return _Made(choice, plain_form.plan(source, promised, factors, config, dtype), config, factors)
+    outputs = plain_form.plan(source, promised, factors, config, dtype)
+    return _Made(choice, PlainModel(config, KNOWN[config["model_type"]], outputs, source.checkpoint), factors)
 
 
-def _export(source: Source, made: _Made, *, form: str, dtype: str | None, **options: Any) -> Stock:
+def _export(made: _Made, *, form: str, **options: Any) -> Stock:
     """What is to be written: the stock form, or the plain one as it is."""
-    from .stock import PlainModel, Stock, export, plain_model
+    from .stock import Stock, export
 
     if form == "plain":
         return Stock(made.config, made.outputs, ())
-    if made.factors is None:
-        plain = plain_model(source)
-    else:
-        plain = PlainModel(made.config, KNOWN[made.config["model_type"]], made.outputs, source.checkpoint)
-        options["query_moment"] = made.factors.inputs
-    return export(plain, **options, dtype=dtype, latent_sizes=made.latent_sizes)
-
-
-def _report(
-    source: Source,
-    out: Path,
-    form: str,
-    max_shard_size: int | None,
-    dry_run: bool,
-    made: _Made,
-    written: Stock,
-) -> MlaReport:
-    from ..config import from_raw
-
-    sizes, config, choice = Sizes(source.config), from_raw(written.config), made.choice
-    before, after = kv_elements(source.config), kv_elements(config)
-    unpadded = choice.kv_rank + choice.rope_dim
-    outputs, caching = written.outputs, sum(cached_tokens(source.config, 1))
-    source_dtype = main_dtype(info for output in outputs for info in output.sources)
-    dtype = main_dtype(TensorInfo(output.name, output.dtype, output.shape, "") for output in outputs)
-    used = {info.name for output in outputs for info in output.sources}
-    warnings = [*made.warnings, *written.warnings]
-    if after > before:
-        how = "padded to" if after > unpadded else "it caches"
-        warnings.append(f"{how} {after} cached numbers a token and layer, more than the source's {before}")
-    return MlaReport(
-        model=str(out),
-        source=source.name,
-        family=source.family.name,
-        form=form,
-        readable_by=list(written.readable_by),
-        num_attention_heads=sizes["H"],
-        source_num_key_value_heads=sizes["G"],
-        kv_lora_rank=config.kv_lora_rank,
-        qk_rope_head_dim=config.qk_rope_head_dim,
-        qk_nope_head_dim=config.qk_nope_head_dim,
-        v_head_dim=config.v_head_dim,
-        q_lora_rank=getattr(config, "q_lora_rank", None),
-        rope_select=choice.rope_select,
-        source_kv_elements_per_token_per_layer=before,
-        unpadded_kv_elements_per_token_per_layer=unpadded,
-        kv_elements_per_token_per_layer=after,
-        source_kv_bytes_per_token=before * caching * ITEM_BYTES[source_dtype],
-        kv_bytes_per_token=after * caching * ITEM_BYTES[dtype],
-        kv_ratio=after / before,
-        dtype=FLOATS.get(dtype, dtype),
-        shards=len(lay_out(source, outputs, max_shard_size)),
-        bytes=sum(output.nbytes for output in outputs),
-        tensors_computed=sum(output.make is not None for output in outputs),
-        tensors_copied=sum(output.make is None for output in outputs),
-        tensors_dropped=[name for name in source.checkpoint.tensors if name not in used],
-        files_left_out=[],
-        dry_run=dry_run,
-        warnings=warnings,
-        **made.said,
-    )
+    moment = made.factors.inputs if made.factors else None
+    return export(made.plain, **options, query_moment=moment, latent_sizes=made.latent_sizes)

@@ -19,7 +19,7 @@ from ...common.kvcache import head_dim
 from ..checkpoint import Checkpoint
 from ..checks import account
 from ..config import from_raw
-from ..demands import ENGINES, Violation, check_engine, violations
+from ..demands import ENGINES, Violation, check_engine, spelled, violations
 from ..families import Family, Promise
 from ..headers import FLOATS, TensorInfo
 from ..latent_families import DEEPSEEK, PREFIX
@@ -316,4 +316,5 @@ def _ask(
         if violation := refused.get(reader):
             others = f"; readable by: {', '.join(readable_by)}" if readable_by else ""
             raise UserError(f"{reader} would not read it right: {violation.wrong}; {violation.mend}{others}")
-    return readable_by, [f"{one.engine}: {one.wrong}; {one.mend}" for reader in readers for one in said[reader]]
+    # What it caches is said of the result, whoever reads it.
+    return readable_by, spelled(one for reader in readers for one in said[reader] if one.topic != "cache")

@@ -31,10 +31,15 @@ from ...common.loading import load_model
 from ...common.scoring import window_nll
 from ...common.text import builtin_documents, join_documents, text_hash
 from ...common.windows import split_windows
-from ...uptrain.loop import StepReport, TrainKnobs, train
+from ...uptrain.data.store import Tensors
+from ...uptrain.loop import LoopKnobs, Training
+from ...uptrain.objective import Trainee
+from ...uptrain.order import Order
+from ...uptrain.schedule import Schedule, course
 
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 2048
+LOG_EVERY = 50  # steps
 CONTEXT = 512  # tokens: the length of a training window, and max_position_embeddings
 REGULARISED = ("embed_tokens", "o_proj", "down_proj")  # what is added to the residual stream
 
@@ -152,7 +157,13 @@ def main(
     if out.exists():
         raise UserError(f"{out} exists; name a new directory with --out")
     started = time.monotonic()
-    knobs = TrainKnobs(steps, batch_size, learning_rate, min(200, steps // 10), weight_decay=weight_decay, seed=seed)
+    knobs = LoopKnobs(
+        course(steps, Schedule("cosine", min(200, steps // 10)), learning_rate=learning_rate),
+        batch_size,
+        batch_size,
+        weight_decay=weight_decay,
+        seed=seed,
+    )
 
     texts = builtin_documents(held_out=False)
     tokenizer = build_tokenizer(texts)
@@ -166,14 +177,20 @@ def main(
     model = build_model(seed)
     add_dropout(model, dropout)
 
-    def log(report: StepReport) -> None:
-        line = f"step {report.step:5d}  loss {report.loss:.4f}  lr {report.learning_rate:.2e}"
+    click.echo(f"training text {text_hash(join_documents(texts))}, {tokens} tokens a pass")
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    training = Training(Trainee(model), Tensors(windows), Order([len(windows)], seed=seed), knobs, accelerator)
+    losses = []
+    for report in training.steps():
+        losses.append(report.loss)
+        if report.step % LOG_EVERY and report.step < steps:
+            continue
+        mean = sum(losses[-LOG_EVERY:]) / len(losses[-LOG_EVERY:])
+        line = f"step {report.step:5d}  loss {mean:.4f}  lr {report.learning_rate:.2e}"
         if report.step % eval_every == 0:
             line += f"  held-out {model_loss(model, unseen):.4f}"
         click.echo(f"{line}  {time.monotonic() - started:.0f} s")
-
-    click.echo(f"training text {text_hash(join_documents(texts))}, {tokens} tokens a pass")
-    train(model, windows, knobs, accelerator=Accelerator(cpu=True, mixed_precision=precision), log=log)
+    training.finish()
 
     with output_directory(out) as folder:
         model.to(torch.bfloat16).save_pretrained(folder)

@@ -35,6 +35,7 @@ def test_what_an_engine_reads_passes(engine):
     assert result.exit_code == 0, result.output
     said = dict(line.split(maxsplit=1) for line in result.output.splitlines())
     assert (said["engine"], said["read_from"], said["passed"]) == (engine, demands.read_from(engine), "yes")
+    assert said["checked"].startswith("only that")
 
 
 def test_what_it_does_not_read_is_said_with_the_mend(broken):

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from copy import deepcopy
+from itertools import chain
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kvfold.convert import demands
 from kvfold.convert.check import check
 from kvfold.convert.demands import ENGINES, violations
 from kvfold.convert.headers import TensorInfo
+from kvfold.convert.latent_form import ENGINE_SHAPES
 from kvfold.recipes.engines.synthetic import DENSE
 from kvfold.recipes.tiny import MODEL_DIR
 
@@ -178,6 +180,8 @@ SHAPES = [  # engine, rank, rope, nope, v, severities
     ("sglang", 24, 8, 16, 16, ["warn"]),
     ("sglang", 256, 32, 16, 16, []),
     ("sglang", 640, 64, 16, 16, ["warn", "warn"]),
+    ("vllm", 640, 64, 16, 16, ["refuse", "warn"]),
+    ("vllm", 448, 64, 256, 16, ["warn", "warn"]),
 ]
 
 
@@ -187,6 +191,22 @@ def test_shapes_by_engine(engine, rank, rope, nope, value, severities):
     found = violations(*make(q_lora_rank=48, **sizes), engine)
     assert [one.severity for one in found] == severities
     assert {one.topic for one in found} <= {"shape"}
+
+
+@pytest.mark.parametrize(("engine", "rank", "rope", "nope", "value", "severities"), SHAPES)
+def test_padding_is_a_way_out_where_it_ends_at_a_shape(engine, rank, rope, nope, value, severities):
+    sizes = {"kv_lora_rank": rank, "qk_rope_head_dim": rope, "qk_nope_head_dim": nope, "v_head_dim": value}
+    fits = rank <= 512 and nope <= 192
+    found = [one for one in violations(*make(q_lora_rank=48, **sizes), engine) if "fa3" not in one.wrong]
+    for one in found:
+        assert (re.search("with .*--pad-to-engine$|--pad-to-engine trades", one.mend) is not None) is fits
+        assert fits or "ends at 512 + 64" in one.mend or one.mend == "it runs all the same"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("shape", ENGINE_SHAPES, ids=str)
+def test_what_is_padded_is_not_told_to_pad(shape, engine):
+    assert violations(*make(q_lora_rank=48, **shape.as_config()), engine) == []
 
 
 @pytest.mark.parametrize("layers, rank", [(26, None), (27, None), (25, 48), (48, 48)])
@@ -227,11 +247,24 @@ def test_an_export_for_transformers_alone_keeps_its_eps_and_is_not_for_vllm():
     assert topics("vllm", **alone) == {("latent norm", "refuse")}
 
 
+def test_what_engines_say_alike_is_said_once():
+    engines, checkpoint = ("vllm", "vllm-transformers"), make(q_lora_rank=48, v_head_dim=64)
+    found = [one for engine in engines for one in violations(*checkpoint, engine)]
+    (line,) = demands.spelled(found)
+    assert line == f"vllm, vllm-transformers: {found[0].wrong}; {found[0].mend}"
+    different = violations(*make(q_lora_rank=48, kv_lora_rank=24), "sglang")
+    assert len(demands.spelled([*found, *different])) == 2
+
+
 def test_a_larger_cache_than_the_sources_is_said():
     narrow = {**NEUTRAL["source"], "num_key_value_heads": 2}
     assert topics("vllm", source=narrow) == {("cache", "warn")}
     (one,) = violations(*exported(source=narrow), "vllm")
     assert "it caches 576 elements a token and layer, more than the source's 384" in one.wrong
+    assert "without --pad-to-engine, which vLLM alone needs" in one.mend, "a smaller rank is padded to the same"
+    whole = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (one,) = violations(*exported(source=narrow, plain=whole), "vllm")
+    assert one.mend == "convert the source to smaller sizes"
     assert topics("vllm", format_version=2) == {("format", "warn")}
 
 
@@ -248,7 +281,8 @@ def test_every_row_of_the_table_is_violated_by_some_case():
         seen.append(demands.Seen(engine, *make(q_lora_rank=48, **sizes)))
     large = {"readers": ["llama.cpp"], "residual_scale": 100.0, "eps": 1e-1}
     narrow = {**NEUTRAL["source"], "num_key_value_heads": 2}
-    for said in ({"dtype": "F16"}, {"source": narrow}, {"format_version": 2}, large):
+    whole = {"source": narrow, "plain": {"kv_lora_rank": 512, "qk_rope_head_dim": 64}}
+    for said in ({"dtype": "F16"}, {"source": narrow}, whole, {"format_version": 2}, large):
         seen += [demands.Seen(engine, *exported(**said)) for engine in ("llama.cpp", "transformers")]
     seen.append(demands.Seen("vllm", {**exported()[0], "quantization_config": {}}, exported()[1]))
     edited, tensors = exported()
@@ -258,12 +292,15 @@ def test_every_row_of_the_table_is_violated_by_some_case():
     seen.append(demands.Seen("vllm", broken_llama, {}))
     for row in demands._TABLE["demands"]:
         wanted = row.get("form", "deepseek_v3")
-        assert any(
-            demands.form_of(one.config, one.engine) == wanted
+        mended = {
+            demands._mend(row, one)
+            for one in seen
+            if demands.form_of(one.config, one.engine) == wanted
             and one.engine in row.get("engines", ENGINES)
             and list(demands._findings(row, one))
-            for one in seen
-        ), row["wrong"]
+        }
+        mends = [row["mend"]] if isinstance(row["mend"], str) else [one["say"] for one in row["mend"]]
+        assert mended == set(mends), row["wrong"]
 
 
 def test_the_table_names_only_what_there_is():
@@ -272,7 +309,10 @@ def test_the_table_names_only_what_there_is():
         assert set(row.get("engines", [])) <= set(ENGINES)
         assert row.get("severity", "refuse") in ("refuse", "warn")
         assert row.get("find", "stored") in demands.FINDERS
-        for condition in [*row.get("if", []), *row.get("needs", [])]:
+        mends = row["mend"] if isinstance(row["mend"], list) else []
+        assert not any("if" not in one for one in mends[:-1]) and all("if" not in one for one in mends[-1:])
+        assert all(set(one) <= {"if", "say"} for one in mends)
+        for condition in chain(row.get("if", []), row.get("needs", []), *(one.get("if", []) for one in mends)):
             assert set(condition) - {"key", "each"} <= {*demands.OPERATORS, "present"}
             assert len(condition) == 2
         re.compile(row.get("match", ""))
@@ -309,6 +349,7 @@ def test_the_report(tmp_path):
     assert not report.passed
     assert "num_nextn_predict_layers is 1" in report.reason
     assert [one.severity for one in report.violations] == ["refuse", "warn"]
+    assert report.checked == "all that vllm is known to demand of MLA in config.json and headers"
     cached = report.unpadded_kv_elements_per_token_per_layer, report.kv_elements_per_token_per_layer
     assert (*cached, report.source_kv_elements_per_token_per_layer) == (32, 576, 192)
 
@@ -319,6 +360,7 @@ def test_a_stock_checkpoint_of_a_known_family_passes(engine):
     assert report.passed
     assert report.violations == []
     assert report.architecture == "LlamaForCausalLM"
+    assert report.checked.startswith(f"only that {engine} has a class for LlamaForCausalLM")
     assert report.kv_elements_per_token_per_layer is None
 
 

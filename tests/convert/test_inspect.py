@@ -117,6 +117,7 @@ def test_families_without_a_row_are_described_all_the_same(kind, inspected):
     assert not report.supported
     assert not any(row.possible for row in report.conversions)
     assert report.source_kv_elements_per_token_per_layer is None
+    assert (report.form, report.readers) == (None, None)
     if kind == "deepseek_v3":
         assert (report.attention_kind, report.kv_elements_per_token_per_layer) == ("MLA", 32)
         assert "MLA already" in report.conversions[0].reason
@@ -226,6 +227,7 @@ def test_plain_form(tmp_path):
     sizes = (report.kv_lora_rank, report.qk_nope_head_dim, report.qk_rope_head_dim, report.v_head_dim)
     assert (sizes, report.q_lora_rank) == ((12, 6, 4, 7), None)
     assert (report.head_dim, report.rotary_dim, report.rope_pairing, report.nope_layers) == (10, 4, "half", 1)
+    assert (report.form, report.readers) == ("plain", None)
     assert report.kv_elements_per_token_per_layer == report.unpadded_kv_elements_per_token_per_layer == 16
     assert report.kv_bytes_per_token == 16 * 2 * 8
     *heads, mla, plain = report.conversions
@@ -255,8 +257,10 @@ def test_stock_form(pad, tmp_path):
     config.rope_parameters = {"rope_type": "default", "rope_theta": 10.0}
     make_model(config).save_pretrained(tmp_path / "src")
     sizes = {"kv_rank": 16, "rope_dim": 8, "rope_select": "high", "calib": ["none"]}
-    convert_mla(tmp_path / "src", tmp_path / "out", pad_to_engine=pad, **sizes)
+    readers = ["transformers", "vllm"] if pad else ["sglang"]
+    convert_mla(tmp_path / "src", tmp_path / "out", pad_to_engine=pad, readers=readers, **sizes)
     report = inspect_model(tmp_path / "out")
+    assert (report.form, report.readers) == ("deepseek_v3", readers)
     assert (report.family, report.supported, report.attention_kind) == ("deepseek_v3", True, "MLA")
     assert (report.rope_pairing, report.nope_layers, report.tied_head) == ("interleaved", 1, False)
     assert (report.rotary_dim, report.head_dim) == ((64, 128) if pad else (8, 24))

@@ -5,8 +5,8 @@ from dataclasses import asdict
 
 import pytest
 
-from kvfold.cli.output import print_table
 from kvfold.common.errors import UserError
+from kvfold.common.output import print_table
 from kvfold.convert.checkpoint import Checkpoint
 from kvfold.recipes import demo
 

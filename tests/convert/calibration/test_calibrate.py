@@ -258,6 +258,17 @@ def test_statistics_of_a_file(shared, knobs, own_cache, tmp_path, no_model):
     assert not list(own_cache.iterdir())
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_file_without_gradients_is_told(dry_run, shared, knobs, tmp_path):
+    calibrate(shared, tmp_path / "s", fisher=False, **knobs)
+    options = {"kv_heads": 1, "stats": tmp_path / "s", "dry_run": dry_run, "overwrite": True}
+    (warning,) = convert_gqa(shared, tmp_path / "out", **options).warnings
+    assert "hold no Fisher moments, so the result is worse; make them anew with kvfold calibrate" in warning
+    assert convert_gqa(shared, tmp_path / "out", **options, fisher=False).warnings == []
+    del options["stats"]
+    assert convert_gqa(shared, tmp_path / "out", **options, **knobs).warnings == []
+
+
 @pytest.mark.parametrize("other", ["checkpoint", "file"])
 def test_statistics_of_something_else_are_refused(other, shared, knobs, tmp_path):
     if other == "checkpoint":

@@ -24,6 +24,7 @@ from kvfold.convert.calibration.knobs import Calibration
 from kvfold.convert.calibration.store import Statistics
 from kvfold.convert.calibration.text import CalibText
 from kvfold.convert.check import check
+from kvfold.convert.mla import convert as converting
 from kvfold.convert.mla import stock
 from kvfold.convert.mla.convert import convert_mla
 from kvfold.convert.plain import convert_plain
@@ -33,7 +34,7 @@ from kvfold.recipes.tiny import MODEL_DIR
 
 from ..test_refusals import edit_config
 from ..tiny import make_config, make_gpt2, make_model
-from .plain_models import difference, exact, logits
+from .plain_models import difference, exact, logits, make_plain
 from .sources import BIASED, SOURCES, WINDOW, equal_heads, knobs, make_source, save_source, twins
 
 PART = {"phi3-part", "stablelm"}
@@ -143,7 +144,8 @@ def test_weights_alone_at_full_rank_are_the_source(case, convert, saved, tmp_pat
     sizes = full_sizes(case, load(src).config)
     report = convert(src, tmp_path / "out", **sizes, **NONE)
     assert_is_the_source(src, tmp_path / "out", report, sizes)
-    assert "weights alone" in report.warnings[-1]
+    assert ["weights alone" in warning for warning in report.warnings] == [True]
+    assert convert(src, tmp_path / "dry", **sizes, **NONE, dry_run=True).warnings == report.warnings
 
 
 @pytest.mark.parametrize("case", ["phi3-part", "stablelm"])
@@ -380,6 +382,7 @@ def test_dry_run_writes_nothing(convert, saved, tmp_path, monkeypatch):
     report = convert(saved("llama"), tmp_path / "out", kv_elements=24, dry_run=True)
     assert report.dry_run
     assert report.calib_tokens > 0
+    assert ["are the first of" in warning for warning in report.warnings] == [True]
     assert report.kv_elements_per_token_per_layer <= 24
     assert not list(tmp_path.iterdir())
 
@@ -486,6 +489,103 @@ def test_a_plain_checkpoint_is_exported_as_it_is(convert, fresh, tmp_path):
     assert difference(logits(load(tmp_path / "out")), logits(load(fresh / "qwen2/plain"))) < 1e-5
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_plain_checkpoint_is_planned_once(dry_run, tmp_path, monkeypatch):
+    seen, plain_model = [], stock.plain_model
+    monkeypatch.setattr(stock, "plain_model", lambda source: seen.append(source) or plain_model(source))
+    convert_mla(make_plain(tmp_path / "plain", "qwen2"), tmp_path / "out", dry_run=dry_run)
+    assert len(seen) == 1
+
+
+def test_a_plain_checkpoint_is_exported_by_one_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(converting, "is_main_process", lambda: False)
+    report = convert_mla(make_plain(tmp_path / "plain"), tmp_path / "out")
+    assert report.kv_lora_rank == 12
+    assert not (tmp_path / "out").exists()
+
+
+# With a plain checkpoint: options that choose sizes and factors, and what they are called.
+CHOOSING = [
+    ({"kv_rank": 8}, "--kv-rank"),
+    ({"kv_rank": 0}, "--kv-rank"),
+    ({"rope_dim": 4}, "--rope-dim"),
+    ({"kv_elements": 12}, "--kv-elements"),
+    ({"kv_ratio": 0.5}, "--kv-ratio"),
+    ({"rope_select": "high"}, "--rope-select"),
+    ({"search_windows": 2}, "--search-windows"),
+    ({"calib": ["none"]}, "--calib"),
+    ({"calib": "builtin"}, "--calib"),
+    ({"calib": ["x.txt"], "calib_builtin": False}, "--calib, --no-calib-builtin"),
+    ({"calib_windows": 8}, "--calib-windows"),
+    ({"calib_window": 64}, "--calib-window"),
+    ({"chat": True}, "--chat"),
+    ({"fisher": False}, "--no-fisher"),
+    ({"stats": "s"}, "--stats"),
+    ({"refine": 4}, "--refine"),
+    ({"refine_passes": 1}, "--refine-passes"),
+    ({"calib_dtype": "float64"}, "--calib-dtype"),
+]
+# Those that say how to run a model, and none is run; and those that are heeded.
+HARMLESS = {"calib_batch_size": 3, "device": "cuda:7", "offload": True}
+HEEDED = (
+    *("q_rank", "form", "readers", "pad_to_engine", "large_eps", "dtype", "max_shard_size", "overwrite", "dry_run"),
+    *("hash", "revision"),
+)
+
+
+@pytest.mark.parametrize(("options", "flags"), CHOOSING, ids=str)
+def test_a_plain_checkpoint_leaves_nothing_to_choose(options, flags, no_work, tmp_path):
+    with pytest.raises(UserError, match=f"is exported as it is; leave out {flags}$"):
+        convert_mla(make_plain(tmp_path / "plain"), tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_how_to_run_is_of_no_consequence_for_a_plain_checkpoint(tmp_path):
+    src = make_plain(tmp_path / "plain")
+    convert_mla(src, tmp_path / "one", calib=[])
+    convert_mla(src, tmp_path / "two", **HARMLESS)
+    one, two = stored(tmp_path / "one"), stored(tmp_path / "two")
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_no_option_is_ignored_with_a_plain_checkpoint():
+    keywords = inspect.signature(convert_mla).parameters.keys() - {"src", "out", "progress"}
+    refused = {name for options, _ in CHOOSING for name in options}
+    assert sorted(keywords) == sorted([*refused, *HARMLESS, *HEEDED])
+
+
+def test_a_cache_that_grows_is_said_once(convert, saved, tmp_path):
+    """Whoever is to read it, and also where a plain checkpoint of the same size is exported."""
+    grown = {"kv_rank": 64, "rope_dim": 8, "rope_select": "high", **NONE}
+    plain, unpadded = tmp_path / "plain", "it caches 72 cached numbers a token and layer, more than the "
+    warned = [one for one in convert(saved("smollm3"), plain, **grown).warnings if "caches" in one]
+    assert warned == [f"{unpadded}source's 64; choose smaller sizes"]
+    (warned,) = convert_mla(plain, tmp_path / "stock").warnings
+    assert warned == f"{unpadded}64 of the model that the source was made from; convert that one to smaller sizes"
+    mild = {"rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}
+    src, readers = make_plain(tmp_path / "small", **mild), ["transformers", "vllm", "vllm-transformers"]
+    (warned,) = convert_mla(src, tmp_path / "padded", readers=readers, pad_to_engine=True).warnings
+    assert "padded to 576 cached numbers a token and layer, more than the source's 16; leave --pad-to" in warned
+
+
+# Statistics.
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_statistics_without_gradients_are_told(dry_run, saved, text, tmp_path):
+    calibrating.calibrate(saved("llama"), tmp_path / "lean", **knobs(text), fisher=False)
+    calibrating.calibrate(saved("llama"), tmp_path / "whole", **knobs(text))
+
+    def warnings(name, **options):
+        options |= {**SIZES, "dry_run": dry_run, "stats": tmp_path / name, "overwrite": True}
+        return convert_mla(saved("llama"), tmp_path / "out", **options).warnings
+
+    (warning,) = warnings("lean")
+    assert f"{tmp_path / 'lean'} hold no Fisher moments, so the result is worse; make them anew" in warning
+    assert warnings("lean", fisher=False) == warnings("whole") == []
+
+
 # Refusals.
 
 
@@ -577,7 +677,7 @@ def test_stablelm_in_stock_form(no_work, tmp_path):
 def test_mla_sources(convert, saved, tmp_path):
     convert(saved("llama"), tmp_path / "plain", **SIZES)
     refuse(tmp_path / "plain", tmp_path, "is in the plain form already; leave --form out to export it")
-    refuse(tmp_path / "plain", tmp_path, "is exported as it is; leave out sizes", form="deepseek_v3")
+    refuse(tmp_path / "plain", tmp_path, "as it is; leave out --kv-rank, --rope-dim, --rope-select", form="deepseek_v3")
     convert(saved("llama"), tmp_path / "stock", **SIZES, form="deepseek_v3")
     refuse(tmp_path / "stock", tmp_path, "its attention is MLA already")
 

@@ -319,6 +319,15 @@ def test_padded_to_the_engine_every_engine_reads_it(folder):
     assert difference(logits(ideal(made, plain)), logits(load(folder(**mild)))) < 1e-12
 
 
+def test_what_readers_warn_of_alike_is_said_once(folder):
+    """Cached as vLLM holds it, but with heads that its kernels on a GPU do not."""
+    sizes = {"head_dim": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "rope_frequencies": [list(range(32))] * 2}
+    made = export(opened(folder(**sizes)), readers=["transformers", "vllm", "vllm-transformers"], latent_sizes=SMALL)
+    (warning,) = made.warnings
+    assert warning.startswith("vllm, vllm-transformers: (qk_nope, qk_rope, v) is (6, 64, 7)")
+    assert warning.endswith("for a GPU, export with --pad-to-engine")
+
+
 def test_what_is_computed_on_the_way_is_not_rounded_in_between(folder):
     plain, fine = opened(folder()), 1 + 2.0**-30
     lazy = replace(

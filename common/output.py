@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..common.parallel import is_main_process
+from .parallel import is_main_process
 
 A_ROW = 10  # layers a row of a table; round, so that a layer's number can be read off
 

@@ -1,0 +1,100 @@
+"""From what a program does to its exit status, with one line on standard error where it fails.
+
+0 done, 1 a check failed, 2 wrong input, 3 the machine failed, 70 our fault, 128 + N stopped by signal N.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from .errors import CheckFailed, EnvironmentFailure, KvfoldError, UserError
+
+# The system's errors that say that a path cannot be, rather than that the machine failed.
+_WRONG_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(BaseException):
+    """A signal asked us to end. Not an Exception, so that nobody on the way takes it for an error.
+
+    Args:
+        number: of the signal.
+        left: what the user finds afterwards.
+    """
+
+    def __init__(self, number: int, left: str = "nothing half-written is left"):
+        super().__init__(number, left)
+        self.number, self.left = number, left
+
+
+def status_of(work: Callable[[], int]) -> int:
+    """The exit status of work: what it returns, or what its failure stands for."""
+    try:
+        status = work()
+        sys.stdout.flush()
+        return status
+    except Stopped as stopped:
+        return fail(f"stopped; {stopped.left}", 128 + stopped.number)
+    except KvfoldError as error:
+        return fail(str(error), error.exit_status)
+    except BrokenPipeError:  # whoever read our output has seen enough; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        if error.errno in _WRONG_PATH:
+            return fail(f"this path cannot be used: {error}", UserError.exit_status)
+        return fail(f"the machine failed: {error}", EnvironmentFailure.exit_status)
+    except Exception as error:
+        # torch has several ways to say it
+        if isinstance(error, MemoryError) or re.search(r"out of memory|can't allocate memory", str(error)):
+            return fail("the machine failed: out of memory", EnvironmentFailure.exit_status)
+        traceback.print_exc()
+        return fail("this is a fault of kvfold; please report the lines above", KvfoldError.exit_status)
+
+
+def fail(message: str, status: int) -> int:
+    """Say in one line why it failed.
+
+    Of several processes on one machine the first speaks for all about what they were given; about what befell one of
+    them, it speaks itself.
+    """
+    shared = status in (CheckFailed.exit_status, UserError.exit_status)
+    if not shared or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"kvfold: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def prepare_process() -> None:
+    """Before the work: signals unwind the stack, and standard streams that were closed lead nowhere."""
+    for number in SIGNALS:
+        signal.signal(number, stop)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="backslashreplace")
+
+
+def leave(status: int) -> NoReturn:
+    """After the work: end the process."""
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()  # a report may stand before the error
+    if "torch" in sys.modules:  # taking it down again costs a third of a second, and nobody is left to see it
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def stop(number: int, frame: object) -> NoReturn:
+    """Unwind the stack, so that temporary directories go; a second signal changes nothing."""
+    for again in SIGNALS:
+        signal.signal(again, signal.SIG_IGN)
+    raise Stopped(number)

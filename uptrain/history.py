@@ -1,0 +1,86 @@
+"""What a run was like: one JSON object a line in `metrics.jsonl`, and a picture of the losses at the end.
+
+Two kinds of lines: of steps (`loss`, `learning_rate`, ...) and of looks at held-out text (`held_out`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+NAME = "metrics.jsonl"
+PICTURE = "loss.png"
+
+
+class History:
+    """The metrics of a run, up to a step; lines beyond it are forgotten, since those steps will be taken again.
+
+    Args:
+        folder: of the run.
+        step: steps that are done.
+    """
+
+    def __init__(self, folder: Path, step: int):
+        self.path = folder / NAME
+        self.lines = [line for line in read_history(folder) if line["step"] <= step]
+        aside = self.path.with_name(NAME + ".new")
+        aside.write_text("".join(map(_dump, self.lines)))
+        aside.replace(self.path)
+
+    def add(self, **figures: Any) -> None:
+        """Write a line; figures that are no finite number are left out."""
+        line = {key: value for key, value in figures.items() if not _is_broken(value)}
+        self.lines.append(line)
+        with self.path.open("a") as file:
+            file.write(_dump(line))
+
+
+def read_history(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics; the last may have been cut short by whoever killed the run."""
+    try:
+        lines = (folder / NAME).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    read = []
+    for line in lines:
+        try:
+            read.append(json.loads(line))
+        except ValueError:
+            break
+    return read
+
+
+def draw(lines: list[dict[str, Any]], title: str, path: Path) -> bool:
+    """Draw training and held-out losses against the tokens read; False if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    steps = [line for line in lines if "cross_entropy" in line]
+    axes.plot(
+        [line["tokens"] for line in steps], [line["cross_entropy"] for line in steps], alpha=0.5, label="training"
+    )
+    looks = [line for line in lines if "held_out" in line]
+    for name in looks[0]["held_out"] if looks else ():
+        (curve,) = axes.plot(
+            [line["tokens"] for line in looks], [line["held_out"][name] for line in looks], marker="o", label=name
+        )
+        if name in (reference := looks[0].get("reference") or {}):
+            axes.axhline(reference[name], color=curve.get_color(), linestyle="--", label=f"{name}, reference")
+    axes.set(title=title, xlabel="tokens", ylabel="nats a token")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    return True
+
+
+def _dump(line: dict[str, Any]) -> str:
+    return json.dumps(line, allow_nan=False) + "\n"
+
+
+def _is_broken(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and not math.isfinite(value))

@@ -1,0 +1,459 @@
+"""The recipe of an uptraining run: one flat table of values, checked before a model or torch is opened.
+
+YAML 1.1 reads ``1e-4`` as text, ``no`` as false, ``010`` as eight and ``12:30`` as 750. So no value is guessed
+from how it looks: every scalar is taken as the text that stands there, and the field says what it must be. A
+value on the command line goes the same way.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..common.errors import UserError, did_you_mean
+
+SECTION = "uptrain"  # of a recipe that has one section for each step of a pipeline
+_MOST = 2**53  # more of anything than a machine holds, and exact as a float
+
+_CHOICES = {
+    "train": ("attention", "attention+norms", "all"),
+    "loss_on": ("all", "assistant"),
+    "schedule": ("cosine", "wsd", "linear", "constant"),
+    "precision": ("auto", "fp32", "bf16", "fp16"),
+}
+# accelerate's own list; it can be asked only with torch at hand.
+TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+
+_Rule = tuple[Callable[[Any], bool], str]
+_AT_LEAST_1: _Rule = (lambda x: x >= 1, "at least 1")
+_AT_LEAST_0: _Rule = (lambda x: x >= 0, "at least 0")
+_POSITIVE: _Rule = (lambda x: x > 0, "more than 0")
+_SHARE: _Rule = (lambda x: 0 <= x <= 1, "between 0 and 1")
+_BELOW_1: _Rule = (lambda x: 0 <= x < 1, "at least 0 and below 1")
+_PART: _Rule = (lambda x: 0 < x <= 1, "more than 0 and at most 1")
+
+# What a number, or each number of a list, must be. None is always let through: it means what the docstring says.
+_RANGES: dict[str, _Rule] = {
+    **dict.fromkeys(("tokens", "steps", "pretrain_tokens", "batch_size", "micro_batch_size"), _AT_LEAST_1),
+    **dict.fromkeys(("eval_windows", "log_every", "keep", "processes"), _AT_LEAST_1),
+    **dict.fromkeys(("lora_rank", "top_k", "warmup_steps", "weight_decay", "clip", "seed"), _AT_LEAST_0),
+    **dict.fromkeys(("eval_every", "save_every"), _AT_LEAST_0),
+    **dict.fromkeys(("lora_alpha", "weights", "temperature", "layer_learning_rate", "learning_rate"), _POSITIVE),
+    **dict.fromkeys(("ce_share", "layer_share", "final_lr_share"), _SHARE),
+    **dict.fromkeys(("held_out", "betas"), _BELOW_1),
+    **dict.fromkeys(("alpha", "decay_share"), _PART),
+    "window": (lambda x: x >= 2, "at least 2: the first token of a window is not predicted"),
+}
+
+_BUDGETS = ("tokens", "steps", "alpha")
+# What says nothing unless something else is set: the value of the other is what switches it on.
+_NEEDS = {
+    **dict.fromkeys(("teacher_revision", "temperature", "ce_share", "top_k"), "teacher"),
+    **dict.fromkeys(("layer_share", "layer_learning_rate"), "teacher"),
+    "lora_alpha": "lora_rank",
+    "pretrain_tokens": "alpha",
+    "alpha": "pretrain_tokens",
+    "loss_on": "chat",
+}
+# What leaves the weights as they are, but for rounding. Where a run is computed and in which pieces must be free to
+# change when it is taken up again: on another machine, with fewer windows at a time after memory ran out.
+_BESIDE_THE_WEIGHTS = frozenset(
+    {"out", "run_dir", "overwrite", "keep", "track", "log_every", "eval_every", "save_every"}
+    | {"eval_text", "eval_windows", "reference", "processes", "device", "micro_batch_size", "gradient_checkpointing"}
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an uptraining run is made of. The names are the keys of the YAML.
+
+    Args:
+        model: the checkpoint to heal: a directory, a GGUF file or a Hub id.
+        out: the directory of the healed checkpoint.
+        run_dir: where the run keeps its tokens, checkpoints and metrics; empty for ``out`` + ".run".
+        revision: branch, tag or commit of ``model``.
+        train: which parameters learn. Converting changed the attention only, so that is what needs healing.
+        lora_rank: train adapters of this rank on the attention instead of its weights; 0 is off.
+        lora_alpha: the adapters' scale times the rank; None for twice the rank.
+        data: texts to train on, as `common.text.stream_text` names them.
+        weights: how often each text is drawn, in proportion; None for in proportion to its windows.
+        window: tokens of a window; None for 2048, or the model's context if smaller.
+        reset_positions: count positions from 0 in every document of a window.
+        chat: the texts are tables of messages, rendered by the tokenizer's chat template.
+        loss_on: with ``chat``, learn from every token or only from what assistants say.
+        held_out: share of the texts' content that is never trained on, and judged by.
+        eval_text: further texts to judge by.
+        eval_windows: windows to judge by, of each text.
+        teacher: the model to learn from, usually the one that was converted; None to learn from text alone.
+        teacher_revision: branch, tag or commit of ``teacher``.
+        reference: the model whose held-out loss is shown beside; None for the teacher, if there is one.
+        temperature: both models' logits are divided by it in the divergence.
+        ce_share: share of the cross entropy in the loss beside the divergence from the teacher.
+        top_k: compare the teacher's so many likeliest tokens, and the rest as one; 0 for all tokens.
+        layer_share: share of the steps that match the teacher's attention outputs, before the others match logits.
+        layer_learning_rate: peak learning rate of those steps.
+        tokens: budget in tokens read. Exactly one budget is given.
+        steps: budget in optimizer steps.
+        alpha: budget as a share of ``pretrain_tokens``, the GQA paper's alpha (arXiv 2305.13245).
+        pretrain_tokens: tokens that the source was trained on.
+        batch_size: windows a step, over all processes together: their number does not change what is learnt.
+        micro_batch_size: windows that a process holds at a time.
+        learning_rate: peak learning rate.
+        schedule: how the rate falls after the warm-up; ``wsd`` stays up until the last ``decay_share``.
+        warmup_steps: steps over which the rate rises.
+        decay_share: share of the steps over which ``wsd`` falls.
+        final_lr_share: share of the peak rate that is left at the end.
+        weight_decay: AdamW's decoupled weight decay, on matrices only.
+        betas: AdamW's two averaging factors.
+        clip: largest norm of all gradients together; 0 never clips.
+        seed: of the order of the windows and of every other random draw.
+        precision: of the computation; the trained weights themselves are kept in fp32.
+        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        device: where a single process computes: auto, cpu, cuda, cuda:1.
+        log_every: steps between two lines of metrics.
+        eval_every: steps between two looks at the held-out text; 0 for only before the first and after the last.
+        save_every: steps between two checkpoints; 0 for only when a signal asks to stop.
+        keep: checkpoints kept.
+        track: trackers of accelerate to report to.
+        processes: how many processes the run must find itself in; None for as many as there are.
+        init_from: begin anew from the weights of this checkpoint of a run.
+        overwrite: replace ``out`` if it exists, once the new one is whole.
+
+    Raises:
+        UserError: a value is out of range, or two of them contradict each other.
+    """
+
+    model: str
+    out: str
+    run_dir: str = ""
+    revision: str | None = None
+    train: str = "attention"
+    lora_rank: int = 0
+    lora_alpha: float | None = None
+
+    data: tuple[str, ...] = ("builtin",)
+    weights: tuple[float, ...] | None = None
+    window: int | None = None
+    reset_positions: bool = False
+    chat: bool = False
+    loss_on: str = "all"
+    held_out: float = 0.02
+    eval_text: tuple[str, ...] = ()
+    eval_windows: int = 16
+
+    teacher: str | None = None
+    teacher_revision: str | None = None
+    reference: str | None = None
+    temperature: float = 1.0
+    ce_share: float = 0.0
+    top_k: int = 0
+    layer_share: float = 0.2
+    layer_learning_rate: float = 2e-4
+
+    tokens: int | None = None
+    steps: int | None = None
+    alpha: float | None = None
+    pretrain_tokens: int | None = None
+
+    batch_size: int = 32
+    micro_batch_size: int = 1
+    learning_rate: float = 8e-5
+    schedule: str = "cosine"
+    warmup_steps: int = 20
+    decay_share: float = 0.2
+    final_lr_share: float = 0.0
+    weight_decay: float = 0.0
+    betas: tuple[float, ...] = (0.9, 0.95)
+    clip: float = 1.0
+    seed: int = 0
+
+    precision: str = "auto"
+    gradient_checkpointing: bool = False
+    device: str = "auto"
+
+    log_every: int = 10
+    eval_every: int = 100
+    save_every: int = 100
+    keep: int = 2
+    track: tuple[str, ...] = ()
+    processes: int | None = None
+    init_from: str | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind in _kinds().items():
+            value = getattr(self, name)
+            if kind.many and value is not None:  # a caller in Python may give a list
+                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+            _check_value(name, getattr(self, name))
+        _check_budget(self)
+        _check_together(self)
+        _check_paths(self)
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the run keeps its tokens, checkpoints and metrics."""
+        return Path(self.run_dir or f"{Path(self.out)}.run")
+
+    def steps_of(self, window: int) -> int:
+        """Optimizer steps of a run on windows of ``window`` tokens: as many as the budget holds whole.
+
+        Raises:
+            UserError: the budget is smaller than one step.
+        """
+        if self.steps is not None:
+            return self.steps
+        budget = self.tokens if self.tokens is not None else int(self.alpha * self.pretrain_tokens)
+        a_step = self.batch_size * window
+        if budget < a_step:
+            raise UserError(
+                f"a budget of {budget:,} tokens is less than one step of {self.batch_size} windows of {window} "
+                f"({a_step:,}); raise it, or lower batch_size or window"
+            )
+        return budget // a_step
+
+    def windows_per_process(self, processes: int) -> int:
+        """Windows of a step that each of ``processes`` computes.
+
+        Raises:
+            UserError: the windows of a step do not divide among them.
+        """
+        if self.batch_size % processes:
+            raise UserError(
+                f"batch_size {self.batch_size} does not divide among {processes} processes; try "
+                f"{math.ceil(self.batch_size / processes) * processes}"
+            )
+        return self.batch_size // processes
+
+    def identity(self) -> dict[str, Any]:
+        """The values that determine the weights: two runs that agree in them may take up each other's checkpoints.
+
+        Left out is what only says where results go, what is shown on the way, and where and in which pieces the
+        same sums are computed. Plain data, equal to itself after a way through JSON.
+        """
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _BESIDE_THE_WEIGHTS}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe from a YAML file and ``key=value`` pairs; a later pair wins over an earlier one and the file.
+
+    Args:
+        path: a file that is flat, or that has a section `uptrain` beside others, which are left alone; None to
+            take everything from the pairs.
+        overrides: ``key=value``; ``uptrain.key=value`` too, if the file has sections. A list is ``[a, b]``.
+
+    Raises:
+        UserError: the file cannot be read, a key is unknown or stands there twice, a value is of the wrong type
+            or out of range, or something is missing.
+    """
+    table, sections = ({}, False) if path is None else _read_file(Path(path))
+    where = "" if path is None else f"{path}: "
+    known = _kinds()
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in known:
+            raise UserError(f"{where}unknown key {key!r}{did_you_mean(str(key), known)}")
+        values[key] = _convert(f"{where}{key}", value, known[key])
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals:
+            raise UserError(f"{override!r} is not a pair; write key=value")
+        key = key.removeprefix(f"{SECTION}.") if sections else key
+        if key not in known:
+            raise UserError(f"unknown key {key!r} in {override!r}{did_you_mean(key, known)}")
+        values[key] = _convert(key, _parse_value(key, text.strip(), known[key]), known[key])
+    for field in fields(Recipe):
+        if field.default is MISSING and field.name not in values:
+            raise UserError(f"{where}the recipe has no {field.name}; write {field.name}: ..., or {field.name}=...")
+    return Recipe(**values)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What a field takes: values of ``of``; several of them if ``many``; nothing at all if ``optional``."""
+
+    of: type
+    many: bool
+    optional: bool
+
+
+@cache
+def _kinds() -> dict[str, _Kind]:
+    """The kind of each field, from its annotation."""
+    kinds = {}
+    for name, hint in typing.get_type_hints(Recipe).items():
+        options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        inner = next(option for option in options if option is not types.NoneType)
+        many = typing.get_origin(inner) is tuple
+        of = typing.get_args(inner)[0] if many else inner
+        kinds[name] = _Kind(of, many, types.NoneType in options)
+    return kinds
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], bool]:
+    """The table of a file, its scalars as text, and whether it was a section beside others."""
+    if path.is_dir():
+        raise UserError(f"{path} is a directory; give a recipe's YAML file")
+    try:
+        loaded = load_yaml(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        raise UserError(f"recipe {path} does not exist; give a YAML file, or model=... and out=...") from None
+    if loaded in ("", None):
+        loaded = {}
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path} is not a table of keys and values; write one key: value a line")
+    if SECTION not in loaded:
+        return loaded, False
+    section = loaded[SECTION] or {}
+    if not isinstance(section, dict):
+        raise UserError(f"{path}: the section {SECTION} is not a table of keys and values")
+    return section, True
+
+
+def load_yaml(text: str | bytes, where: str) -> Any:
+    """YAML with every scalar as the text that stands there.
+
+    Raises:
+        UserError: it is not YAML, or says a key twice.
+    """
+    import yaml
+
+    class Loader(yaml.BaseLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in seen:
+                        line = key.start_mark.line + 1
+                        raise UserError(f"{where}: the key {key.value!r} stands there twice (line {line}); remove one")
+                    seen.add(key.value)
+            return super().construct_mapping(node, deep=deep)
+
+    try:
+        return yaml.load(text, Loader=Loader)  # makes text, lists and tables only
+    except yaml.MarkedYAMLError as error:
+        at = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
+        raise UserError(f"{where} is not YAML: {error.problem}{at}") from None
+    except (yaml.YAMLError, RecursionError):  # of the latter two: bytes that are no text, and nesting without end
+        raise UserError(f"{where} is not YAML in UTF-8; write it as text") from None
+
+
+def _parse_value(key: str, text: str, kind: _Kind) -> Any:
+    """A value of the command line: text as it stands, unless a list or quotes are written."""
+    if text[:1] in ('"', "'") or (kind.many and text.startswith("[")):
+        return load_yaml(text, f"the value of {key}")
+    return text
+
+
+def _convert(name: str, value: Any, kind: _Kind) -> Any:
+    """Text, or a list of texts, as the values that a field takes."""
+    if kind.optional and value in ("", "~", "null"):
+        return None
+    if not kind.many:
+        return _scalar(name, value, kind.of)
+    items = value if isinstance(value, list) else [value] if value != "" else []
+    return tuple(_scalar(name, item, kind.of) for item in items)
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text, 10)
+    except ValueError:
+        if not (number := float(text)).is_integer():  # 1e9 is as good as 1000000000
+            raise
+        return int(number)
+
+
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_TYPES: dict[type, tuple[Callable[[str], Any], str]] = {
+    str: (str, "text"),
+    int: (_whole, "a whole number"),
+    float: (float, "a number"),
+    bool: (lambda text: _BOOLEANS[text.lower()], "true or false"),
+}
+
+
+def _scalar(name: str, value: Any, of: type) -> Any:
+    convert, wanted = _TYPES[of]
+    if isinstance(value, str):
+        try:
+            return convert(value)
+        except (KeyError, ValueError, OverflowError):
+            pass
+    raise UserError(f"{name} is {_short(value)}; it must be {wanted}")
+
+
+def _short(value: Any) -> str:
+    """A value as it is quoted in an error: a line at most."""
+    said = re.sub(r"\s+", " ", str(value) if isinstance(value, int | float) else repr(value))
+    return said if len(said) <= 60 else f"{said[:57]}..."
+
+
+def _check_value(name: str, value: Any) -> None:
+    for one in value if isinstance(value, tuple) else (value,):
+        if isinstance(one, int | float) and not (math.isfinite(one) and abs(one) <= _MOST):
+            raise UserError(f"{name} is {_short(one)}; there is not so much of anything")
+        if name in _RANGES and one is not None and not _RANGES[name][0](one):
+            raise UserError(f"{name} is {_short(one)}; it must be {_RANGES[name][1]}")
+        if name in _CHOICES and one not in _CHOICES[name]:
+            raise UserError(f"unknown {name} {one!r}{did_you_mean(str(one), _CHOICES[name])}")
+        if name == "track" and one not in TRACKERS:
+            raise UserError(f"unknown tracker {one!r}{did_you_mean(str(one), TRACKERS)}")
+
+
+def _check_budget(recipe: Recipe) -> None:
+    given = [name for name in _BUDGETS if getattr(recipe, name) is not None]
+    if len(given) != 1:
+        said = " and ".join(f"{name} {getattr(recipe, name):,}" for name in given)
+        raise UserError(f"{said or 'no'} budget is given; say how long to train by one of {', '.join(_BUDGETS)}")
+
+
+def _check_together(recipe: Recipe) -> None:
+    """Refuse what would be ignored, and what contradicts itself."""
+    usual = {field.name: field.default for field in fields(recipe)}
+    for name, needed in _NEEDS.items():
+        if getattr(recipe, name) != usual[name] and not getattr(recipe, needed):
+            raise UserError(f"{name} {getattr(recipe, name)} says nothing without {needed}; set it, or leave it out")
+    if not recipe.data:
+        raise UserError("data names no text; give a file, builtin or hub:NAME")
+    if recipe.weights is not None and len(recipe.weights) != len(recipe.data):
+        raise UserError(f"{len(recipe.weights)} weights are given for {len(recipe.data)} texts; give one for each")
+    if len(set(recipe.data)) != len(recipe.data):
+        twice = next(name for name in recipe.data if recipe.data.count(name) > 1)
+        raise UserError(f"data names {twice} twice; give it once, with a weight")
+    if len(recipe.betas) != 2:
+        raise UserError(f"{len(recipe.betas)} betas are given; AdamW has two")
+    if recipe.lora_rank and recipe.train == "all":
+        raise UserError("lora_rank trains adapters of the attention, train: all every weight; leave one out")
+    if not recipe.held_out and not recipe.eval_text:
+        raise UserError("held_out 0 leaves no text to judge by; name one as eval_text")
+    if recipe.micro_batch_size > recipe.batch_size:
+        raise UserError(
+            f"micro_batch_size {recipe.micro_batch_size} is more than the {recipe.batch_size} windows of a step "
+            "(batch_size); lower it"
+        )
+    if recipe.processes is not None:
+        recipe.windows_per_process(recipe.processes)
+
+
+def _check_paths(recipe: Recipe) -> None:
+    for name in ("model", "out", "device"):
+        if not getattr(recipe, name).strip():
+            raise UserError(f"{name} is empty; is a shell variable unset?")
+    if Path(recipe.out).name in ("", ".."):
+        raise UserError(f"out {recipe.out} has no name of its own; give the directory to write")
+    out = Path(recipe.out).resolve()
+    for name in ("model", "teacher", "reference", "init_from"):
+        if (value := getattr(recipe, name)) and Path(value).resolve() == out:
+            raise UserError(f"out {recipe.out} is the {name} itself; write the healed model to another directory")
+    if recipe.run_folder.resolve() == out:
+        raise UserError(f"run_dir {recipe.run_dir} is out itself; give them different names")

@@ -1,0 +1,190 @@
+"""Checkpoints of a run: all that the next step needs, whole or not there.
+
+A checkpoint is a folder `step-00000120` with what accelerate saves for the kind of training at hand, and a marker that
+is written last: the step, what the run is made of, and a hash of every file. Frozen weights are not saved, since the
+run's model still has them; random draws and the order of the data are functions of the step (see `loop`), and the
+learning rate too.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from ..common.atomic import output_directory, real_path, siblings
+from ..common.errors import UserError
+from ..convert.sidefiles import hash_files
+
+MARKER = "kvfold_state.json"
+FORMAT_VERSION = 1
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+_PREFIX = "step-"
+_DAMAGED = ".damaged"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is whole.
+
+    Attributes:
+        folder: where it lies.
+        step: how many steps it has behind it.
+        identity: what its run was made of, see `recipe.Recipe.identity`.
+    """
+
+    folder: Path
+    step: int
+    identity: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: where they lie; created at the first.
+        identity: what the run is made of: a checkpoint of anything else is refused.
+        trained: names of the parameters that are trained; others are not saved where that is possible.
+        keep: how many of the last ones stay.
+    """
+
+    def __init__(
+        self, folder: Path, identity: dict[str, Any], accelerator: Accelerator, trained: Collection[str], keep: int
+    ):
+        self.folder, self.accelerator, self.keep = folder, accelerator, keep
+        self.identity = json.loads(json.dumps(identity))  # as it is read back
+        self._partial = accelerator.distributed_type not in SHARDED
+        trained = frozenset(trained)
+
+        def leave_frozen_out(models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
+            for state in weights:
+                for name in [name for name in state if name.removeprefix("module.") not in trained]:
+                    del state[name]
+
+        accelerator.register_save_state_pre_hook(leave_frozen_out)
+
+    def save(self, step: int) -> None:
+        """Save the training as it is after `step` steps; older checkpoints go, but for the last ones.
+
+        Raises:
+            OSError: the disk failed; the earlier checkpoints are still there.
+        """
+        out = self.folder / f"{_PREFIX}{step:08d}"
+        if out.exists():
+            return
+        accelerator = self.accelerator
+        with _written_by_main(out, accelerator.is_main_process) as staging:
+            accelerator.wait_for_everyone()
+            accelerator.save_state(str(staging))
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                names = sorted(str(path.relative_to(staging)) for path in staging.rglob("*") if path.is_file())
+                marker = {
+                    "format_version": FORMAT_VERSION,
+                    "step": step,
+                    "processes": accelerator.num_processes,
+                    "identity": self.identity,
+                    "files": hash_files(staging, names, hashing=True),
+                }
+                (staging / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
+        if accelerator.is_main_process:
+            for old in _folders(self.folder)[: -self.keep]:
+                shutil.rmtree(old)
+        accelerator.wait_for_everyone()
+
+    def latest(self, say: Say) -> Saved | None:
+        """The last checkpoint that is whole, if there is any; damaged ones are named and put aside.
+
+        Raises:
+            UserError: it is of another run, or of another number of processes or kind of training, or has lost its
+                optimizer.
+        """
+        for folder in reversed(_folders(self.folder)):
+            marker, trouble = _read(folder)
+            if trouble:
+                say(f"{folder} is damaged ({trouble}); an earlier checkpoint is used")
+                folder.rename(folder.with_name(folder.name + _DAMAGED))
+                continue
+            self._check(folder, marker)
+            return Saved(folder, marker["step"], marker["identity"])
+        return None
+
+    def restore(self, saved: Saved) -> None:
+        """Load a checkpoint into what accelerate has prepared."""
+        self.accelerator.load_state(str(saved.folder), **({"strict": False} if self._partial else {}))
+
+    def _check(self, folder: Path, marker: dict[str, Any]) -> None:
+        theirs = marker["identity"]
+        changed = [key for key in {**theirs, **self.identity} if theirs.get(key) != self.identity.get(key)]
+        if changed:
+            key = changed[0]
+            also = f" (and {', '.join(changed[1:])})" if changed[1:] else ""
+            raise UserError(
+                f"{folder} is of another recipe: {key} was {_short(theirs.get(key))} and is "
+                f"{_short(self.identity.get(key))}{also}; take the recipe back, choose another run_dir, or start anew "
+                f"with init_from={folder}"
+            )
+        if marker["processes"] != (now := self.accelerator.num_processes):
+            raise UserError(
+                f"{folder} was saved by {marker['processes']} processes and there are {now} now; launch as many again"
+            )
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], str]:
+    """A checkpoint's marker, and what is wrong with the checkpoint.
+
+    Raises:
+        UserError: its optimizer was removed: not an accident of a disk, and not to be passed over.
+    """
+    try:
+        marker = json.loads((folder / MARKER).read_bytes())
+        files, step = marker["files"], int(marker["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}, f"its {MARKER} cannot be read"
+    if marker.get("format_version") != FORMAT_VERSION:
+        raise UserError(f"{folder} has format {marker.get('format_version')}, which this kvfold does not know")
+    if gone := [name for name in files if not (folder / name).exists()]:
+        if any("optim" in name for name in gone):
+            raise UserError(
+                f"{folder} has no optimizer state ({gone[0]} is missing), so step {step} cannot be gone on from; "
+                f"start anew from its weights with init_from={folder} and another run_dir"
+            )
+        return marker, f"{gone[0]} is missing"
+    found = hash_files(folder, files, hashing=True)
+    broken = [name for name in files if found.get(name) != files[name]]
+    return marker, f"{broken[0]} has changed" if broken else ""
+
+
+@contextmanager
+def _written_by_main(out: Path, is_main: bool) -> Iterator[Path]:
+    """A folder that all processes write into, and that the main one creates and, at the end, puts in its place."""
+    if is_main:
+        with output_directory(out) as staging:
+            yield staging
+    else:
+        yield siblings(real_path(out))[0]
+
+
+def _folders(folder: Path) -> list[Path]:
+    """All checkpoints, oldest first."""
+    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.suffix != _DAMAGED and path.is_dir())
+
+
+def clear(folder: Path) -> None:
+    """Remove what writers that were killed left behind; only while nobody else can be writing."""
+    for path in folder.glob(f".{_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
