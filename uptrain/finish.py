@@ -33,6 +33,7 @@ from .recipe import Recipe
 
 PLAIN = "plain"  # of a stock export, in the folder of the run
 _TRAINED = "trained"
+_EXACT = "F32"  # of what is between training and export, so that nothing is rounded twice
 
 
 @contextmanager
@@ -105,16 +106,16 @@ def write_result(
         writing(out, overwrite=recipe.overwrite)
         return
     kept = recipe.run_folder / _TRAINED
-    writing(kept, overwrite=True, dtype="F32")  # between training and export nothing is rounded
+    writing(kept, overwrite=True, dtype=_EXACT)
     with open_source(recipe.model, revision=recipe.revision) as stock:
-        form = Form.read(stock.config.raw)
+        form, dtype = Form.read(stock.config.raw), main_dtype(stock.checkpoint.tensors.values())
         convert_mla(
             kept,
             out,
             readers=stock.config.raw[BLOCK]["readers"],
             pad_to_engine=form.stock != form.plain,
             large_eps=form.eps == LARGE_EPS.eps,
-            dtype=FLOATS[main_dtype(stock.checkpoint.tensors.values())],
+            dtype=None if dtype == _EXACT else FLOATS[dtype],
             overwrite=recipe.overwrite,
             progress=progress,
         )

@@ -31,7 +31,7 @@ class History:
 
     def add(self, **figures: Any) -> None:
         """Write a line; figures that are no finite number are left out."""
-        line = {key: value for key, value in figures.items() if not _is_broken(value)}
+        line = _without_broken(figures)
         self.lines.append(line)
         with self.path.open("a") as file:
             file.write(_dump(line))
@@ -67,7 +67,10 @@ def draw(lines: list[dict[str, Any]], title: str, path: Path) -> bool:
     looks = [line for line in lines if "held_out" in line]
     for name in looks[0]["held_out"] if looks else ():
         (curve,) = axes.plot(
-            [line["tokens"] for line in looks], [line["held_out"][name] for line in looks], marker="o", label=name
+            [line["tokens"] for line in looks],
+            [line["held_out"].get(name, math.nan) for line in looks],
+            marker="o",
+            label=name,
         )
         if name in (reference := looks[0].get("reference") or {}):
             axes.axhline(reference[name], color=curve.get_color(), linestyle="--", label=f"{name}, reference")
@@ -82,5 +85,9 @@ def _dump(line: dict[str, Any]) -> str:
     return json.dumps(line, allow_nan=False) + "\n"
 
 
-def _is_broken(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and not math.isfinite(value))
+def _without_broken(figures: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_broken(value) if isinstance(value, dict) else value
+        for key, value in figures.items()
+        if not (value is None or (isinstance(value, float) and not math.isfinite(value)))
+    }

@@ -75,7 +75,7 @@ class StepReport:
         cross_entropy: nats a token; NaN in a stage that does not run the head.
         divergence: KL from the teacher in nats a token, or the layers' error; NaN without a teacher.
         learning_rate: of this step.
-        grad_norm: before clipping; NaN where nothing is clipped.
+        grad_norm: before clipping; NaN where DeepSpeed does not tell.
         tokens: that were read, targets or not, over all processes.
         seconds: that the step took on the main process.
     """
@@ -160,7 +160,7 @@ class Training:
         """Take one step after the other, from where the training is to the end of its course.
 
         Raises:
-            CheckFailed: the loss is no number any more; the step was not taken.
+            CheckFailed: the loss or the gradient is no number any more; the step was not taken.
         """
         self.model.train()
         while self.step < self.knobs.course.steps:
@@ -197,11 +197,13 @@ class Training:
             total += self._backward(mine[first : first + knobs.micro_batch_size], stage, processes / targets, last)
         loss, cross_entropy, divergence = (accelerator.reduce(total, "sum") / targets).tolist()
         if not math.isfinite(loss):
-            raise CheckFailed(self._broken(total, rate))
-        grad_norm = math.nan
-        if knobs.clip:
-            norm = accelerator.clip_grad_norm_(self.model.parameters(), knobs.clip)
-            grad_norm = math.nan if norm is None else float(norm)
+            ranks = accelerator.gather((~total.isfinite().all()).long()[None]).nonzero().flatten().tolist()
+            raise CheckFailed(self._broken("loss", f" on rank {', '.join(map(str, ranks))}", rate))
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), knobs.clip or math.inf)
+        grad_norm = math.nan if norm is None else float(norm)
+        # In fp16 such a step is left out by the scaler, which then scales less. All processes have the same gradient.
+        if norm is not None and not math.isfinite(grad_norm) and accelerator.scaler is None:
+            raise CheckFailed(self._broken("gradient", "", rate))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
@@ -233,11 +235,10 @@ class Training:
             accelerator.backward(sums[0] * weight)
         return sums.detach().to(reducible(accelerator), torch.float64)
 
-    def _broken(self, total: Tensor, rate: float) -> str:
-        ranks = self.accelerator.gather((~total.isfinite().all()).long()[None]).nonzero().flatten().tolist()
+    def _broken(self, what: str, where: str, rate: float) -> str:
         return (
-            f"the loss is no finite number at step {self.step + 1} on rank {', '.join(map(str, ranks))}; the weights "
-            f"of step {self.step} are kept; lower the learning rate ({rate:.3g} now) or take another precision"
+            f"the {what} is no finite number at step {self.step + 1}{where}; the weights of step {self.step} are kept; "
+            f"lower the learning rate ({rate:.3g} now) or take another precision"
         )
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -267,8 +267,10 @@ class Run:
             self.checkpoints.restore(saved)
             self.training.step = self.resumed_from = saved.step
             self.say(f"going on from step {saved.step} of {self.steps}")
-        self.history = History(self.folder, self.resumed_from) if self.is_main else None
-        self.looks = [line for line in self.history.lines if "held_out" in line] if self.history else []
+        # Without a checkpoint the model is judged again, so even the figures of step 0 are forgotten.
+        self.history = History(self.folder, saved.step if saved else -1) if self.is_main else None
+        looks = [line for line in self.history.lines if "held_out" in line] if self.history else []
+        (self.looks,) = broadcast_object_list([looks])
         self.reference = self.looks[0].get("reference", {}) if self.looks else {}
         if not saved:
             self.reference = self._reference_losses()

@@ -45,9 +45,10 @@ class Schedule:
             raise UserError(f"unknown schedule {self.kind!r}{did_you_mean(self.kind, SCHEDULES)}")
         if self.warmup < 0:
             raise UserError(f"warmup_steps is {self.warmup}; it must be at least 0")
-        for name, least, most in (("decay_share", 0, 1), ("final_share", -1, 1)):
-            if not least < getattr(self, name) <= most:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be a share, up to 1")
+        if not 0 < self.decay_share <= 1:
+            raise UserError(f"decay_share is {self.decay_share}; it must be more than 0 and at most 1")
+        if not 0 <= self.final_share <= 1:
+            raise UserError(f"final_share is {self.final_share}; it must be between 0 and 1")
 
     def factor(self, step: int, steps: int) -> float:
         """Share of the peak that step `step`, counted from 0, of `steps` learns with."""

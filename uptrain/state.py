@@ -16,16 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, broadcast_object_list
 
 from ..common.atomic import output_directory, real_path, siblings
-from ..common.errors import UserError
+from ..common.errors import EnvironmentFailure, UserError
 from ..convert.sidefiles import hash_files
 
 MARKER = "kvfold_state.json"
 FORMAT_VERSION = 1
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
+_KINDS = {"whole": "not sharded", "fsdp": "sharded by FSDP", "deepspeed": "sharded by DeepSpeed"}
 _PREFIX = "step-"
 _DAMAGED = ".damaged"
 
@@ -63,6 +65,7 @@ class Checkpoints:
         self.folder, self.accelerator, self.keep = folder, accelerator, keep
         self.identity = json.loads(json.dumps(identity))  # as it is read back
         self._partial = accelerator.distributed_type not in SHARDED
+        self._kind = "whole" if self._partial else accelerator.distributed_type.value.lower()  # of the files
         trained = frozenset(trained)
 
         def leave_frozen_out(models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
@@ -92,6 +95,7 @@ class Checkpoints:
                     "format_version": FORMAT_VERSION,
                     "step": step,
                     "processes": accelerator.num_processes,
+                    "kind": self._kind,
                     "identity": self.identity,
                     "files": hash_files(staging, names, hashing=True),
                 }
@@ -104,10 +108,28 @@ class Checkpoints:
     def latest(self, say: Say) -> Saved | None:
         """The last checkpoint that is whole, if there is any; damaged ones are named and put aside.
 
+        The main process looks for all: it reads every byte, and may rename.
+
         Raises:
-            UserError: it is of another run, or of another number of processes or kind of training, or has lost its
+            UserError: it is of another run, of another number of processes or kind of sharding, or has lost its
                 optimizer.
+            EnvironmentFailure: another process does not see it.
         """
+        found: list[Saved | UserError | None] = [None]
+        if self.accelerator.is_main_process:
+            try:
+                found = [self._latest(say)]
+            except UserError as error:  # or the others would wait for an answer
+                found = [error]
+        (answer,) = broadcast_object_list(found)
+        if isinstance(answer, UserError):
+            raise answer
+        sees = torch.tensor(int(answer is None or answer.folder.is_dir()), device=self.accelerator.device)
+        if answer and int(self.accelerator.reduce(sees, "sum")) < self.accelerator.num_processes:
+            raise EnvironmentFailure(f"not all processes see {answer.folder}; give them a run_dir on a disk they share")
+        return answer
+
+    def _latest(self, say: Say) -> Saved | None:
         for folder in reversed(_folders(self.folder)):
             marker, trouble = _read(folder)
             if trouble:
@@ -136,6 +158,11 @@ class Checkpoints:
         if marker["processes"] != (now := self.accelerator.num_processes):
             raise UserError(
                 f"{folder} was saved by {marker['processes']} processes and there are {now} now; launch as many again"
+            )
+        if marker["kind"] != self._kind:
+            raise UserError(
+                f"{folder} was saved by a run that is {_KINDS[marker['kind']]}, and this one is {_KINDS[self._kind]}; "
+                "launch it with the same accelerate config"
             )
 
 

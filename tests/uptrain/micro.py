@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvfold.common.text import builtin_documents
 from kvfold.recipes.tiny import MODEL_DIR
@@ -16,7 +16,7 @@ WINDOW = 32
 
 
 def micro_checkpoint(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 7, **changes) -> Path:
-    """An untrained Llama of two layers, whose guesses are a little better than even."""
+    """A Llama of two layers that has seen very little."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         **{
@@ -32,9 +32,21 @@ def micro_checkpoint(folder: Path, *, dtype: torch.dtype = torch.float32, seed: 
             **changes,
         }
     )
-    model = LlamaForCausalLM(config).to(dtype)
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(folder)
+    return save(LlamaForCausalLM(config), folder, dtype)
+
+
+def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Teach a random model which tokens are frequent, so that it guesses better than even, and save it."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    text = " ".join(text[:600] for text in builtin_documents(held_out=False, kinds=["topics"])[30:40])
+    ids = torch.tensor(tokenizer(text)["input_ids"][: 16 * WINDOW]).view(-1, WINDOW)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(5):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.to(dtype).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -1,136 +1,228 @@
-"""The training loop: it learns, its order is fair and reproducible, and it hands the model back unwrapped."""
+"""The training loop: it learns, its order and its draws are reproducible, and it hands the model back unwrapped."""
 
+from __future__ import annotations
+
+import copy
 import dataclasses
-import itertools
 import math
-from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvfold.common.errors import UserError
-from kvfold.uptrain.loop import DECAYS, StepReport, TrainKnobs, batch_indices, lr_factor, train
+from kvfold.common.errors import CheckFailed, UserError
+from kvfold.uptrain.data.store import Batch, Tensors
+from kvfold.uptrain.loop import LoopKnobs, StepReport, Training, make_optimizer, step_seed
+from kvfold.uptrain.objective import Trainee
+from kvfold.uptrain.order import Order
+from kvfold.uptrain.schedule import Course, Schedule, Stage, course
+from kvfold.uptrain.selection import attention_modules
+from kvfold.uptrain.teacher import Teacher
+
+VOCABULARY, WINDOW, WINDOWS = 17, 16, 12
 
 
 def micro_model(**changes) -> LlamaForCausalLM:
     torch.manual_seed(7)
     config = LlamaConfig(
-        vocab_size=17,
+        vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=8,
-        max_position_embeddings=16,
+        max_position_embeddings=WINDOW,
         tie_word_embeddings=True,
         **changes,
     )
     return LlamaForCausalLM(config)
 
 
-def counting_windows(count: int = 12) -> torch.Tensor:
-    """Windows that count upwards from different numbers: what comes next follows from what came."""
-    return (torch.arange(16) + torch.arange(count)[:, None]) % 17  # (W, S)
+# Windows that count upwards from different numbers: what comes next follows from what came. [W, S]
+COUNTING = (torch.arange(WINDOW) + torch.arange(WINDOWS)[:, None]) % VOCABULARY
 
 
-def run(knobs: TrainKnobs, **changes) -> tuple[LlamaForCausalLM, list[StepReport]]:
-    model, seen = micro_model(**changes), []
-    train(model, counting_windows(), knobs, accelerator=Accelerator(cpu=True), log=seen.append)
-    return model, seen
+class Unequal(Tensors):
+    """The same windows, of which each has another number of targets."""
+
+    def batch(self, indices) -> Batch:
+        batch = super().batch(indices)
+        for row, index in enumerate(indices):
+            batch.labels[row, : 1 + index] = -100
+        return batch
+
+    def scored(self, indices) -> int:
+        return sum(self.window - 1 - index for index in indices)
 
 
-KNOBS = TrainKnobs(steps=30, batch_size=4, learning_rate=1e-2, warmup=5, log_every=10)
+def knobs(steps: int = 30, kind: str = "cosine", warmup: int = 5, rate: float = 1e-2, **changes) -> LoopKnobs:
+    return LoopKnobs(course(steps, Schedule(kind, warmup), learning_rate=rate), **{"batch_size": 4, **changes})
+
+
+def make_training(
+    used: LoopKnobs, model: LlamaForCausalLM | None = None, data: Tensors | None = None, teacher: Teacher | None = None
+) -> Training:
+    model, data = model or micro_model(), data or Tensors(COUNTING)
+    attention = attention_modules(model)
+    trainee = Trainee(model, attention=attention)
+    return Training(trainee, data, Order([data.windows], seed=used.seed), used, Accelerator(cpu=True), teacher)
+
+
+def run(used: LoopKnobs, *rest, **named) -> tuple[LlamaForCausalLM, list[StepReport]]:
+    training = make_training(used, *rest, **named)
+    reports = list(training.steps())
+    return training.finish().model, reports
+
+
+def assert_same_bits(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    for name, tensor in one.state_dict().items():
+        torch.testing.assert_close(tensor, other.state_dict()[name], rtol=0, atol=0, msg=name)
 
 
 def test_it_learns_what_is_learnable():
-    model, seen = run(KNOBS)
-    assert [progress.step for progress in seen] == [10, 20, 30]
-    assert seen[0].loss < math.log(17) + 0.2, "an untrained model knows nothing, and no less than nothing"
-    assert seen[-1].loss < 0.5
+    model, reports = run(knobs())
+    assert [report.step for report in reports] == list(range(1, 31))
+    assert math.log(VOCABULARY) - 0.3 < reports[0].loss < math.log(VOCABULARY) + 0.3, "an untrained model knows nothing"
+    assert reports[-1].loss < 0.5
     with torch.no_grad():
-        ids = counting_windows()
-        assert model(input_ids=ids, labels=ids).loss < 0.5, "the reported loss is the model's own"
+        assert model(input_ids=COUNTING, labels=COUNTING).loss < 0.5, "the reported loss is the model's own"
+    assert {report.tokens for report in reports} == {4 * WINDOW}
+    assert all(report.seconds > 0 and report.stage == "loss" for report in reports)
+    assert all(report.cross_entropy == report.loss and math.isnan(report.divergence) for report in reports)
 
 
-def test_the_logged_loss_is_the_mean_since_the_last_call():
-    _, each = run(dataclasses.replace(KNOBS, log_every=1))
-    _, tens = run(KNOBS)
-    means = [sum(p.loss for p in each[start : start + 10]) / 10 for start in (0, 10, 20)]
-    assert [p.loss for p in tens] == pytest.approx(means, rel=1e-5)
-
-
-def test_the_last_step_is_logged_even_off_the_beat():
-    _, seen = run(dataclasses.replace(KNOBS, steps=7, log_every=5))
-    assert [progress.step for progress in seen] == [5, 7]
+def test_the_loss_is_that_of_the_windows_whose_turn_it_is():
+    model = micro_model().eval()
+    used = knobs(steps=3, rate=1e-30)  # so that every step judges the same model
+    drawn = Order([WINDOWS], seed=used.seed)
+    for number, report in enumerate(run(used, copy.deepcopy(model))[1]):
+        ids = COUNTING[drawn.draw(4 * number, 4)]
+        with torch.no_grad():
+            assert report.loss == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), abs=1e-6)
 
 
 def test_the_same_seed_gives_equal_bits_and_another_does_not():
-    first, second = (run(KNOBS, attention_dropout=0.2)[0].state_dict() for _ in range(2))
-    other = run(dataclasses.replace(KNOBS, seed=1), attention_dropout=0.2)[0].state_dict()
-    for name, tensor in first.items():
-        torch.testing.assert_close(tensor, second[name], rtol=0, atol=0)
-    assert any(not torch.equal(tensor, other[name]) for name, tensor in first.items())
+    used = knobs(steps=5)
+    first, second = (run(used, micro_model(attention_dropout=0.2)) for _ in range(2))
+    assert_same_bits(first[0], second[0])
+    assert [report.loss for report in first[1]] == [report.loss for report in second[1]]
+    training = make_training(dataclasses.replace(used, seed=1), micro_model(attention_dropout=0.2))
+    training.order = Order([WINDOWS], seed=used.seed)  # the same windows, other dropout
+    other = [report.loss for report in training.steps()]
+    assert all(loss != report.loss for loss, report in zip(other, first[1], strict=True))
 
 
-def test_every_epoch_covers_every_window_once_in_its_own_order():
-    knobs = TrainKnobs(steps=9, batch_size=4, seed=3)  # 36 draws: three epochs of 12, no batch straddles
-    drawn = [index for batch in batch_indices(12, knobs) for index in batch]
-    epochs = [drawn[start : start + 12] for start in (0, 12, 24)]
-    assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-    assert all(epoch != list(range(12)) for epoch in epochs)
+def test_what_was_drawn_before_a_step_makes_no_difference():
+    training, other = (make_training(knobs(steps=3), micro_model(attention_dropout=0.2)) for _ in range(2))
+    for _ in other.steps():
+        torch.manual_seed(1234)
+        torch.rand(5)
+    list(training.steps())
+    assert_same_bits(training.finish(), other.finish())
 
 
-@pytest.mark.parametrize(("windows", "batch_size"), [(10, 4), (3, 8), (1, 2)])
-def test_no_window_is_lost_where_the_batch_does_not_divide_the_epoch(windows, batch_size):
-    knobs = TrainKnobs(steps=windows * 3, batch_size=batch_size)
-    drawn = Counter(index for batch in batch_indices(windows, knobs) for index in batch)
-    assert drawn == dict.fromkeys(range(windows), 3 * batch_size)
+def test_every_step_and_process_draws_its_own():
+    seeds = {step_seed(seed, step, rank) for seed in range(3) for step in range(50) for rank in range(4)}
+    assert len(seeds) == 3 * 50 * 4
+    assert step_seed(0, 1, 0) == 96497900854799, "recipes name a seed; what is drawn from it does not change"
 
 
-def test_the_order_is_a_function_of_seed_and_step():
-    knobs = TrainKnobs(steps=20, batch_size=3, seed=5)
-    whole = list(batch_indices(11, knobs))
-    assert whole == list(batch_indices(11, knobs))
-    assert list(batch_indices(11, knobs, start=13)) == whole[13:], "a run can be taken up from any step"
-    assert whole != list(batch_indices(11, dataclasses.replace(knobs, seed=6)))
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 5, 8])
+def test_accumulation_is_one_large_batch_with_unequal_numbers_of_targets(micro_batch_size):
+    used = knobs(steps=4, batch_size=8, micro_batch_size=8)
+    data = Unequal(COUNTING)
+    gradients = []
+    for size in (8, micro_batch_size):
+        training = make_training(dataclasses.replace(used, micro_batch_size=size), data=data)
+        gradients.append(gradients_of_first_step(training))
+    for whole, pieces in zip(*gradients, strict=True):
+        torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-7)
+    one, reports = run(used, data=data)
+    other, others = run(dataclasses.replace(used, micro_batch_size=micro_batch_size), data=data)
+    for name, parameter in one.named_parameters():
+        torch.testing.assert_close(other.get_parameter(name), parameter, rtol=1e-5, atol=2e-6, msg=name)
+    assert [report.loss for report in others] == pytest.approx([report.loss for report in reports], abs=2e-6)
+    assert [report.grad_norm for report in others] == pytest.approx([report.grad_norm for report in reports], rel=1e-5)
 
 
-def test_the_order_does_not_change_between_releases():
-    """Recipes name a seed; the batches behind it are part of what they promise."""
-    assert list(batch_indices(6, TrainKnobs(steps=2, batch_size=3))) == [[2, 3, 4], [1, 5, 0]]
+def gradients_of_first_step(training: Training) -> list[torch.Tensor]:
+    """What the optimizer is given."""
+    taken: list[torch.Tensor] = []
+    step = training.optimizer.step
+
+    def spy() -> None:
+        taken.extend(p.grad.clone() for p in training.model.parameters())
+        step()
+
+    training.optimizer.step = spy
+    next(training.steps())
+    return taken
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-def test_the_rate_rises_to_its_peak_and_follows_the_decay(decay):
-    knobs = TrainKnobs(steps=110, warmup=10, decay=decay)
-    factors = [lr_factor(step, knobs) for step in range(110)]
-    assert factors[:10] == pytest.approx([0.1 * n for n in range(1, 11)])
-    assert factors[10] == 1
-    assert all(later <= sooner for sooner, later in itertools.pairwise(factors[10:]))
-    middle = {"constant": 1.0, "cosine": 0.5, "linear": 0.5}[decay]
-    assert factors[60] == pytest.approx(middle)
-    assert factors[-1] == pytest.approx(1.0 if decay == "constant" else 0.0, abs=0.011)
+def test_the_gradient_is_that_of_the_mean_over_all_targets():
+    training = make_training(knobs(steps=1, batch_size=8, micro_batch_size=2, clip=0.0), data=Unequal(COUNTING))
+    model = micro_model()
+    batch = training.data.batch(training.order.draw(0, 8))
+    model(input_ids=batch.ids, labels=batch.labels).loss.backward()  # transformers' own mean over targets
+    for ours, parameter in zip(gradients_of_first_step(training), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_a_run_may_be_all_warmup():
-    assert lr_factor(4, TrainKnobs(steps=5, warmup=5)) == 1
+def test_a_step_without_targets_changes_nothing():
+    class Nothing(Tensors):
+        def batch(self, indices) -> Batch:
+            ids = super().batch(indices).ids
+            return Batch(ids, torch.full_like(ids, -100))
+
+        def scored(self, indices) -> int:
+            return 0
+
+    model, (report,) = run(knobs(steps=1, weight_decay=0.0), data=Nothing(COUNTING))
+    assert report.loss == 0
+    assert_same_bits(model, micro_model())
 
 
-def test_the_rates_are_the_ones_trained_with():
-    """At rate zero nothing may move, whatever AdamW was built with; decay included."""
-    before = micro_model().state_dict()
-    after = run(dataclasses.replace(KNOBS, learning_rate=0.0, weight_decay=0.5))[0].state_dict()
-    for name, tensor in before.items():
-        torch.testing.assert_close(after[name], tensor, rtol=0, atol=0)
+@pytest.mark.parametrize("kind", ["constant", "cosine", "linear", "wsd"])
+def test_the_rates_are_those_of_the_course(kind):
+    """Both the reported one and, as AdamW's first step is as long as the rate, the one that is trained with."""
+    used = knobs(steps=8, kind=kind, warmup=3, weight_decay=0.0)
+    training, applied = make_training(used), []
+    step = training.optimizer.step
+
+    def spy() -> None:
+        applied.extend({group["lr"] for group in training.optimizer.param_groups})
+        step()
+
+    training.optimizer.step = spy
+    reports = list(training.steps())
+    rates = [used.course.at(step)[1] for step in range(8)]
+    assert applied == rates == [report.learning_rate for report in reports]
+    before = micro_model()
+    after, _ = run(knobs(steps=1, warmup=0, rate=1e-3, weight_decay=0.0))
+    for name, parameter in after.named_parameters():
+        moved = (parameter - before.get_parameter(name)).abs().max().item()
+        assert moved == pytest.approx(1e-3, rel=0.02), name
+
+
+def test_a_training_taken_up_at_any_step_goes_on_with_the_same_bits():
+    used = knobs(steps=9)  # 36 draws of 12 windows: three epochs
+    whole = make_training(used, micro_model(attention_dropout=0.2))
+    halves = make_training(used, micro_model(attention_dropout=0.2))
+    for _ in range(2):
+        next(halves.steps())
+    rest = make_training(used, copy.deepcopy(halves.finish().model))
+    rest.optimizer.load_state_dict(halves.optimizer.state_dict())
+    rest.step = 2
+    losses = [report.loss for report in whole.steps()]
+    assert [report.loss for report in rest.steps()] == losses[2:]
+    assert_same_bits(whole.finish(), rest.finish())
 
 
 def test_weight_decay_shrinks_matrices_and_spares_norms():
-    plain = run(dataclasses.replace(KNOBS, weight_decay=0.0))[0]
-    decayed = run(dataclasses.replace(KNOBS, weight_decay=3.0))[0]
+    plain, decayed = (run(knobs(weight_decay=decay))[0] for decay in (0.0, 3.0))
     size = {name: p.norm() for name, p in plain.named_parameters()}
     for name, parameter in decayed.named_parameters():
         if parameter.ndim == 2:
@@ -139,71 +231,159 @@ def test_weight_decay_shrinks_matrices_and_spares_norms():
             assert parameter.norm() > 0.7 * size[name], name
 
 
-def test_clipping_bounds_the_gradient_and_zero_never_clips(monkeypatch):
-    norms = []
-    clip = Accelerator.clip_grad_norm_
+def test_the_optimizer_holds_what_is_trained():
+    model = micro_model(attention_bias=True)
+    model.model.layers[0].requires_grad_(False)
+    optimizer = make_optimizer(model, knobs(weight_decay=0.3, betas=(0.8, 0.9)))
+    decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    wanted = {id(p): 0.3 if p.ndim == 2 else 0.0 for p in model.parameters() if p.requires_grad}
+    assert decays == wanted
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(wanted), "a tied head counts once"
+    assert all(group["betas"] == (0.8, 0.9) for group in optimizer.param_groups)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.ndim == 1)
+    assert len(make_optimizer(model, knobs()).param_groups) == 1, "no empty group"
 
-    def spy(self, parameters, max_norm):
-        parameters = list(parameters)
-        total = clip(self, parameters, max_norm)
-        norms.append(torch.stack([p.grad.norm() for p in parameters]).norm().item())
-        return total
 
-    monkeypatch.setattr(Accelerator, "clip_grad_norm_", spy)
-    run(dataclasses.replace(KNOBS, steps=4, clip=0.01))
-    assert len(norms) == 4
-    assert max(norms) <= 0.01 * 1.001
-    run(dataclasses.replace(KNOBS, steps=4, clip=0))
-    assert len(norms) == 4
+@pytest.mark.parametrize(("clip", "most"), [(0.01, 0.01), (0.0, math.inf)])
+def test_clipping_bounds_the_gradient_and_zero_never_clips(clip, most):
+    training = make_training(knobs(steps=1, clip=clip))
+    norm = torch.stack([grad.norm() for grad in gradients_of_first_step(training)]).norm().item()
+    (unclipped,) = run(knobs(steps=1, clip=0.0))[1]
+    assert unclipped.grad_norm > 0.1
+    assert norm == pytest.approx(min(most, unclipped.grad_norm), rel=1e-3)
+    (report,) = run(knobs(steps=1, clip=clip))[1]
+    assert report.grad_norm == pytest.approx(unclipped.grad_norm), "the norm that is told is that before clipping"
 
 
 def test_frozen_parameters_stay_and_the_model_comes_back_as_it_was():
     model = micro_model()
-    frozen = model.model.layers[0].mlp
-    frozen.requires_grad_(False)
+    model.model.layers[0].mlp.requires_grad_(False)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    forward = type(model).forward
-    train(model, counting_windows(), dataclasses.replace(KNOBS, steps=3), accelerator=Accelerator(cpu=True))
+    forward = Trainee.forward
+    training = make_training(knobs(steps=3), model)
+    list(training.steps())
+    trainee = training.finish()
+    assert type(trainee) is Trainee
+    assert trainee.model is model
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) == name.startswith("model.layers.0.mlp"), name
     assert not model.training
-    assert model.forward.__func__ is forward, "accelerate's wrapper is gone"
+    assert trainee.forward.__func__ is forward, "accelerate's wrapper is gone"
     assert model.lm_head.weight is model.model.embed_tokens.weight, "still tied"
+
+
+def test_the_stages_of_a_teacher():
+    """Attention first, without running the head; then what comes out."""
+    teacher = micro_model()
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    stages = (Stage("layers", 8, 1e-2), Stage("loss", 8, 1e-2))
+    used = LoopKnobs(Course(stages, Schedule("constant", 0)), batch_size=4)
+    before = copy.deepcopy(teacher.state_dict())
+    _, reports = run(used, teacher=Teacher(teacher, attention_modules(teacher)))
+    layers, loss = reports[:8], reports[8:]
+    assert [report.stage for report in reports] == ["layers"] * 8 + ["loss"] * 8
+    assert all(math.isnan(report.cross_entropy) and report.loss == report.divergence for report in layers)
+    assert all(report.loss == report.divergence != report.cross_entropy for report in loss)
+    assert layers[-1].divergence < 0.5 * layers[0].divergence
+    assert loss[-1].divergence < loss[0].divergence
+    for name, tensor in before.items():
+        assert torch.equal(tensor, teacher.state_dict()[name]), "a teacher does not learn"
+
+
+def test_timing_a_step_teaches_nothing():
+    training, other = (make_training(knobs(steps=3, micro_batch_size=2)) for _ in range(2))
+    assert training.time_step("loss") > 0
+    assert training.step == 0
+    assert all(parameter.grad is None for parameter in training.model.parameters())
+    assert [report.loss for report in training.steps()] == [report.loss for report in other.steps()]
+    assert_same_bits(training.finish(), other.finish())
+
+
+def test_timing_counts_all_micro_batches(monkeypatch):
+    clock = iter(range(100))
+    monkeypatch.setattr("kvfold.uptrain.loop.time.monotonic", lambda: next(clock))
+    assert make_training(knobs(batch_size=8, micro_batch_size=2)).time_step("loss") == 4, "one takes a second"
+
+
+def test_fewer_windows_than_a_step_takes():
+    used = knobs(batch_size=8, micro_batch_size=8, steps=2)
+    training = make_training(used, data=Tensors(COUNTING[:3]))
+    assert training.time_step("loss") > 0
+    assert len(list(training.steps())) == 2
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"steps": 0}, "steps is 0"),
-        ({"batch_size": 0}, "batch_size is 0"),
-        ({"warmup": -1}, "warmup is -1"),
-        ({"clip": -1.0}, "clip is -1.0"),
-        ({"log_every": 0}, "log_every is 0"),
-        ({"decay": "cosin"}, "did you mean cosine"),
+        ({"steps": 0}, "steps is 0; it must be at least 1"),
+        ({"batch_size": 0}, "batch_size is 0; it must be at least 1"),
+        ({"micro_batch_size": 0}, "micro_batch_size is 0"),
+        ({"clip": -1.0}, r"clip is -1\.0"),
+        ({"weight_decay": float("nan")}, "weight_decay is nan"),
     ],
 )
 def test_knobs_out_of_range_are_named(change, words):
     with pytest.raises(UserError, match=words):
-        dataclasses.replace(KNOBS, **change)
+        knobs(**change)
 
 
+def test_a_model_that_is_all_frozen_is_not_trained():
+    with pytest.raises(UserError, match="no parameter of the model is to be trained"):
+        make_training(knobs(), micro_model().requires_grad_(False))
+
+
+def test_a_batch_that_does_not_divide_is_refused(monkeypatch):
+    monkeypatch.setattr(Accelerator, "num_processes", 3)
+    with pytest.raises(UserError, match="batch_size 4 does not divide among 3 processes"):
+        make_training(knobs())
+
+
+def at_step(number: int, then: Callable[[Training], object]) -> Callable[[Training], list[StepReport]]:
+    """Train, and do something to the training when so many steps are done."""
+
+    def go(training: Training) -> list[StepReport]:
+        reports = []
+        for report in training.steps():
+            reports.append(report)
+            if report.step == number:
+                then(training)
+        return reports
+
+    return go
+
+
+def break_loss(training: Training) -> None:
+    with torch.no_grad():
+        training.finish().model.model.norm.weight.fill_(math.nan)
+
+
+def break_gradient(training: Training) -> None:
+    """A finite loss whose gradient is none, as where a square root meets zero."""
+    parameter = training.finish().model.model.norm.weight
+    parameter.register_hook(lambda gradient: gradient * math.inf)
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
 @pytest.mark.parametrize(
-    "windows",
+    ("broken", "said"),
     [
-        torch.arange(16),
-        torch.zeros(0, 16, dtype=torch.long),
-        torch.zeros(3, 1, dtype=torch.long),
-        torch.zeros(3, 16),
+        (break_loss, r"the loss is no finite number at step 5 on rank 0; .* lower the learning rate \(0\.008 now\)"),
+        (break_gradient, r"the gradient is no finite number at step 5; the weights of step 4 are kept"),
     ],
 )
-def test_windows_of_the_wrong_kind_are_refused(windows):
-    with pytest.raises(UserError, match="windows are"):
-        train(micro_model(), windows, KNOBS, accelerator=Accelerator(cpu=True))
+def test_what_is_no_number_stops_the_run_before_it_reaches_the_weights(broken, said, clip):
+    training = make_training(knobs(clip=clip, kind="constant", warmup=5, rate=8e-3))
+    kept: dict[str, torch.Tensor] = {}
 
+    def spoil(training: Training) -> None:
+        broken(training)
+        kept.update(copy.deepcopy(training.model.state_dict()))
 
-def test_a_loss_that_is_no_number_stops_the_run_and_names_the_step():
-    model = micro_model()
-    with torch.no_grad():
-        model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(UserError, match="nan at step 10"):
-        train(model, counting_windows(), KNOBS, accelerator=Accelerator(cpu=True))
+    with pytest.raises(CheckFailed, match=said):
+        at_step(4, spoil)(training)
+    assert training.step == 4
+    for name, tensor in training.model.state_dict().items():
+        torch.testing.assert_close(tensor, kept[name], rtol=0, atol=0, equal_nan=True, msg=name)

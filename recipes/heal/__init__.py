@@ -1,0 +1,1 @@
+"""The healing lane: what uptraining makes of every way to convert the embedded model."""
