@@ -15,6 +15,7 @@ from . import options
 @click.option("--accelerate", metavar="NAME|FILE", help="How to spread it: ddp, fsdp2, ..., or a file.")
 @click.option("--num-processes", type=options.count, help="Over all machines.  [one a GPU, or one on a CPU]")
 @click.option("--dry-run", is_flag=True, help="Say what it will take: parameters, memory, steps, time.")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at out, once the new one is whole.")
 @options.as_json
 @click.pass_context
 def uptrain(
@@ -23,6 +24,7 @@ def uptrain(
     accelerate: str | None,
     num_processes: int | None,
     dry_run: bool,
+    overwrite: bool,
     as_json: bool,
 ) -> None:
     """Heal a converted model by training, on one or many devices.
@@ -33,6 +35,7 @@ def uptrain(
     from ..uptrain.launch import launch, launch_command
 
     config, overrides = _split(words)
+    overrides += ["overwrite=true"] * overwrite
     command = launch_command(
         config, overrides, accelerate=accelerate, num_processes=num_processes, dry_run=dry_run, as_json=as_json
     )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import CheckFailed
+from ..common.errors import CheckFailed, UserError
 from ..convert.source import open_source
 
 CONVERTING = ("attention", "common", "convert")
@@ -135,8 +135,11 @@ def run_jobs(jobs: Iterable[Job], at_once: int = 1) -> list[Made]:
             than from a second thread.
 
     Raises:
+        UserError: `at_once` is no number of processes.
         CheckFailed: a command failed. What is done is kept, and what is running is asked to stop.
     """
+    if at_once < 1:
+        raise UserError(f"{at_once} at once never come to an end; give at least 1")
     jobs = list(jobs)
     made = {job.out: found for job in jobs if (found := job.found())}
     waiting = [job for job in jobs if job.out not in made]

@@ -18,10 +18,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvfold.uptrain", description=__doc__.partition("\n")[0])
     parser.add_argument("--config", metavar="FILE", help="the recipe; may be left out where pairs say it all")
     parser.add_argument("--dry-run", action="store_true", help="say what the run will take, and take no step")
+    parser.add_argument("--overwrite", action="store_true", help="the same as overwrite=true")
     parser.add_argument("--json", action="store_true", help="print exactly one JSON object")
     parser.add_argument("pairs", nargs="*", metavar="key=value", help="values that win over the file's")
     options = parser.parse_intermixed_args(arguments)
-    recipe = read_recipe(options.config, options.pairs)
+    recipe = read_recipe(options.config, [*options.pairs, *["overwrite=true"] * options.overwrite])
     from .run import foresee, uptrain
 
     report = (foresee if options.dry_run else uptrain)(recipe, progress=show_progress)

@@ -39,7 +39,7 @@ def chunked_sum(model: Any, hidden: Tensor, loss_of: LossOf, chunk: int | None =
         model: a causal language model; see `common.scoring.head_logits`.
         hidden: what the head takes, [B, T, D].
         loss_of: differentiable with respect to its logits only; it sees every position once, in order.
-        chunk: positions at a time; by default as many as keep to `common.scoring.CHUNK_ELEMENTS` logits.
+        chunk: positions at a time; by default as many as keep to `common.scoring.chunk_elements` logits.
     """
     parameters = head_parameters(model) if torch.is_grad_enabled() else []
     if parameters or (torch.is_grad_enabled() and hidden.requires_grad):

@@ -114,7 +114,7 @@ def make_optimizer(model: nn.Module, knobs: LoopKnobs) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": knobs.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=knobs.betas)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0, betas=knobs.betas, fused=True)
 
 
 class Training:

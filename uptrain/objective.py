@@ -168,7 +168,9 @@ def token_sums(logits: Tensor, teacher: Tensor | None, targets: Tensor, knobs: O
         kept = theirs.topk(knobs.top_k, dim=-1).indices  # [B, n, k]
         own, theirs = (log_probabilities(bucketed(each, kept)) for each in (own, theirs))
     apart = torch.where(targets != UNSCORED, divergence(theirs, own), 0.0).sum()
-    objective = (1 - knobs.ce_share) * knobs.temperature**2 * apart + knobs.ce_share * entropy
+    objective = (1 - knobs.ce_share) * knobs.temperature**2 * apart
+    if knobs.ce_share:  # else its gradient would be computed, and be zeros
+        objective = objective + knobs.ce_share * entropy
     return torch.stack([objective, entropy.detach(), apart.detach()])
 
 

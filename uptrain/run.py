@@ -17,6 +17,7 @@ import re
 import signal
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -249,7 +250,7 @@ class Run:
     def _identity(self) -> dict[str, Any]:
         """What the weights are a function of. Models and texts count by what they hold, not by where they lie."""
         recipe = self.recipe
-        identity = recipe.identity() | {"model": self.source.digest(), "data": self.store.digest}
+        identity = recipe.identity() | {"model": self.source.digest(), "data": self.store.train_digest}
         if recipe.teacher:
             with open_source(recipe.teacher, revision=recipe.teacher_revision) as teacher:
                 identity["teacher"] = teacher.digest()
@@ -327,13 +328,14 @@ class Run:
             CheckFailed: the loss is no number any more.
             Stopped: a signal asked for it; a checkpoint was saved.
         """
-        recipe, losses, started = self.recipe, list[float](), self.training.step
+        recipe, started = self.recipe, self.training.step
+        recent: deque[float] = deque(maxlen=recipe.log_every)
         with self.progress("uptraining") as advance, _signals() as asked:
             for done in self.training.steps():
-                losses.append(done.loss)
+                recent.append(done.loss)
                 self.seconds += done.seconds
                 speed = (done.step - started) * done.tokens / self.seconds
-                advance(done.step, self.steps, f"loss {done.loss:.4f}, {speed:,.0f} tokens/s")
+                advance(done.step, self.steps, f"loss {sum(recent) / len(recent):.4f}, {speed:,.0f} tokens/s")
                 self._write_down(done, speed)
                 last = done.step == self.steps
                 if last or (recipe.eval_every and done.step % recipe.eval_every == 0):

@@ -134,7 +134,9 @@ class Checkpoints:
             marker, trouble = _read(folder)
             if trouble:
                 say(f"{folder} is damaged ({trouble}); an earlier checkpoint is used")
-                folder.rename(folder.with_name(folder.name + _DAMAGED))
+                aside = folder.with_name(folder.name + _DAMAGED)
+                shutil.rmtree(aside, ignore_errors=True)  # the step may have been damaged before
+                folder.rename(aside)
                 continue
             self._check(folder, marker)
             return Saved(folder, marker["step"], marker["identity"])

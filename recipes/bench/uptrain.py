@@ -1,6 +1,6 @@
 """How fast kvfold's loop trains, and in how much memory, beside transformers' Trainer on the same model.
 
-    python -m kvfold.recipes.bench.uptrain [--train attention all] [--precision fp32] [--teacher] [--runs 5]
+    python -m kvfold.recipes.bench.uptrain [--train attention all] [--precision fp32] [--teacher] [--runs 7]
 
 A random Llama, the same batches, trained parameters, precision, AdamW and clipping on both sides. Each is a process of
 its own, both are up together and take one step in turn, so that the machine's moods hit both alike; ratios are of the
@@ -19,7 +19,9 @@ import statistics
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from ...common.scoring import CHUNK_ELEMENTS
+from ...common.scoring import chunk_elements
+from ...uptrain.selection import TRAINED
+from ..tables import row, rule
 from .sides import DTYPES, Ending, Job, Side
 
 
@@ -71,24 +73,24 @@ def measure(table: dict[str, Job]) -> tuple[dict[str, list[float]], dict[str, En
 
 def saved_bytes(job: Job) -> int:
     """Bytes of fp32 logits of a batch that are not there together, counted once."""
-    return 4 * max(0, job.batch * job.window * job.model["vocab_size"] - CHUNK_ELEMENTS)
+    return 4 * max(0, job.batch * job.window * job.model["vocab_size"] - chunk_elements(job.device))
 
 
 def parse(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", nargs="+", choices=["attention", "attention+norms", "all"], default=None)
+    parser.add_argument("--train", nargs="+", choices=TRAINED, default=["attention", "all"])
     parser.add_argument("--precision", choices=DTYPES, default="fp32")
     parser.add_argument("--teacher", action="store_true", help="measure what a teacher costs too")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--window", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--intermediate", type=int, default=704)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--intermediate", type=int, default=1408)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--tied", action="store_true", help="tie the head to the embedding")
-    parser.add_argument("--runs", type=int, default=5, help="counted steps of each side")
+    parser.add_argument("--runs", type=int, default=7, help="counted steps of each side")
     return parser.parse_args(args)
 
 
@@ -99,11 +101,11 @@ def main(args: Sequence[str] | None = None) -> None:
         f"heads, vocabulary {options.vocabulary:,}; {options.batch} x {options.window} tokens in {options.precision}, "
         f"{options.runs} alternating steps"
     )
-    head = ("trained", "loop", "median tokens/s", "min", "max", "x Trainer", "peak MB", "lower by MB", "logits not held MB")
-    print("|", " | ".join([*head, "mean loss"]), "|")
-    print("|---" * (len(head) + 1) + "|")
+    titles = ("trained", "loop", "median tokens/s", "min", "max", "x Trainer", "peak MB", "lower by MB")
+    print(row(*titles, "logits not held MB", "mean loss"))
+    print(rule(len(titles) + 2))
     costs = []
-    for train in options.train or ["attention", "all"]:
+    for train in options.train:
         table = jobs(options, train)
         times, endings = measure(table)
         for name in ("Trainer", "kvfold"):
@@ -121,7 +123,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 f"{saved_bytes(job) / 1e6:.0f}" if name == "kvfold" else "0",
                 f"{end.loss:.5f}",
             ]
-            print("|", " | ".join(cells), "|", flush=True)
+            print(row(*cells), flush=True)
         if options.teacher:
             without, taught, forward = (
                 statistics.median(times[name]) for name in ("kvfold", "kvfold with a teacher", "forward")
@@ -129,10 +131,10 @@ def main(args: Sequence[str] | None = None) -> None:
             costs.append((train, without, forward, taught, taught / (without + forward)))
     if costs:
         print()
-        print("| trained | step s | forward pass of the teacher s | step with a teacher s | x step and pass |")
-        print("|---|---|---|---|---|")
-    for train, *seconds in costs:
-        print("|", " | ".join([train, *(f"{each:.2f}" for each in seconds)]), "|")
+        print(row("trained", "step s", "forward pass of the teacher s", "step with a teacher s", "x step and pass"))
+        print(rule(5))
+    for train, *figures in costs:
+        print(row(train, *(f"{each:.2f}" for each in figures)))
 
 
 if __name__ == "__main__":

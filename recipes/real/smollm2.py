@@ -33,6 +33,7 @@ from ...convert.directory import RECORD
 from ...convert.gguf import dequantise
 from ...convert.inspect import inspect_model
 from ...eval.ppl import PerplexityReport, perplexity
+from ..plots import check_plots, open_panels, save_svg
 from ..timed import Made, timed_convert
 from .handbook import fetch_handbook
 
@@ -165,6 +166,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-windows", type=int, default=16)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw perplexity against cached elements")
     options = parser.parse_args(args)
+    if options.plot:
+        check_plots()
     rows = run_lane(options.cache.resolve(), options.only or list(WAYS), options.calib_windows, options.max_windows)
     names = list(rows[0]["judged"])
     print(
@@ -191,19 +194,13 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Perplexity over the source's against cached elements, one panel a text and one curve a kind of conversion."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"], matplotlib.rcParams["svg.hashsalt"] = "none", "kvfold"
-    from matplotlib import pyplot
-
     source, *made = rows
     curves: dict[str, list[dict[str, Any]]] = {}
     for row in made:
         curves.setdefault(WAYS[row["way"]].curve, []).append(row)
     names = list(source["judged"])
-    figure, panels = pyplot.subplots(1, len(names), figsize=(4.6 * len(names), 4), sharey=True, squeeze=False)
-    for panel, name in zip(panels[0], names, strict=True):
+    figure, panels = open_panels(len(names))
+    for panel, name in zip(panels, names, strict=True):
         reference = source["judged"][name].perplexity
         for curve, points in curves.items():
             points = sorted(points, key=lambda row: row["elements"])
@@ -212,10 +209,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         panel.plot([source["elements"]], [1], "k*", markersize=12, label="source")
         panel.set(title=name, xlabel="cached elements per token and layer", yscale="log")
         panel.grid(alpha=0.3, which="both")
-    panels[0][0].set_ylabel("perplexity, x source")
-    panels[0][-1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    panels[0].set_ylabel("perplexity, x source")
+    panels[-1].legend(fontsize=8)
+    save_svg(figure, path)
 
 
 def describe(name: str, report: PerplexityReport) -> str:

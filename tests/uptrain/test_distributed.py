@@ -5,6 +5,7 @@ A launch costs seconds, so one shows all that it can.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kvfold.common.errors import CheckFailed, UserError
 from kvfold.uptrain.history import read_history
 from kvfold.uptrain.recipe import Recipe
 from kvfold.uptrain.run import uptrain
@@ -48,33 +51,40 @@ def recipe(folder: Path, out: str, *, dropout: float = 0.1, **changes) -> Recipe
     source = folder / f"source-{dropout}"
     if not source.exists():
         micro_checkpoint(source, attention_dropout=dropout)
-    return micro_recipe(source, folder / "text.jsonl", folder / out, micro_batch_size=1, processes=PROCESSES, **changes)
+    changes = {"learning_rate": 3e-3, "micro_batch_size": 1, "processes": PROCESSES, **changes}
+    return micro_recipe(source, folder / "text.jsonl", folder / out, **changes)
 
 
-def torchrun(
-    plan: Sequence[tuple[str, int]], *recipes: Recipe, how: Sequence[str] = (), restarts: int = 0
-) -> list[str]:
-    """Two processes by torchrun, which starts them anew so many times, and what happens to them."""
+def torchrun(plan: Sequence[tuple[str, int]], *recipes: Recipe, how: Sequence[str] = ()) -> list[str]:
+    """Two processes by torchrun, and what happens to them; it starts them anew after each but the last."""
     how = how or ["--standalone", "--nproc_per_node", str(PROCESSES)]
-    command = [sys.executable, "-m", "kvfold.uptrain.agent", "torchrun", *how, "--max-restarts", str(restarts)]
-    command += ["-m", "tests.uptrain.disturbed", json.dumps(plan)]
+    command = [sys.executable, "-m", "kvfold.uptrain.agent", "torchrun", *how]
+    command += ["--max-restarts", str(max(0, len(plan) - 1)), "-m", "tests.uptrain.disturbed", json.dumps(plan)]
     return [*command, *(word for each in recipes for word in ["--", *pairs(each)])]
 
 
 def start(command: Sequence[str], **env: str) -> subprocess.Popen:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **env}
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # By itself torchrun has processes that it started anew look for each other where their predecessors were
+    # (pytorch issue 135712).
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **env}
+    return subprocess.Popen(
+        command, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def finish(process: subprocess.Popen, status: int = 0) -> str:
+    """What a launch says, if it ends as it should."""
+    try:
+        _, said = process.communicate(timeout=400)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == status, said
+    return said
 
 
 def run(command: Sequence[str], status: int = 0, **env: str) -> str:
-    """What a launch says, if it ends as it should."""
-    process = start(command, **env)
-    try:
-        _, said = process.communicate(timeout=240)
-    finally:
-        process.kill()
-    assert process.returncode == status, said
-    return said
+    return finish(start(command, **env), status)
 
 
 def tensors(value: object, prefix: str = "") -> dict[str, Tensor]:
@@ -104,8 +114,9 @@ def metrics(out: Path) -> list[dict]:
     return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
 
 
-def figures(out: Path, name: str) -> Tensor:
-    return torch.tensor([line[name] for line in metrics(out) if name in line])
+def curve(out: Path) -> Tensor:
+    """The loss of every step and, at the looks, of the held-out text."""
+    return torch.tensor([line.get("loss") or next(iter(line["held_out"].values())) for line in metrics(out)])
 
 
 def assert_same_run(out: Path, other: Path) -> None:
@@ -119,8 +130,10 @@ def assert_same_run(out: Path, other: Path) -> None:
 
 def assert_close_run(out: Path, other: Path) -> None:
     assert [line["step"] for line in metrics(out)] == [line["step"] for line in metrics(other)]
-    torch.testing.assert_close(figures(out, "loss"), figures(other, "loss"), **CLOSE)
-    torch.testing.assert_close(figures(out, "grad_norm"), figures(other, "grad_norm"), rtol=1e-3, atol=0)
+    torch.testing.assert_close(curve(out), curve(other), **CLOSE)
+    # AdamW hardly minds how long a gradient is. (On a CPU, torch's norms are good to 1e-5 themselves.)
+    norms = (torch.tensor([line["grad_norm"] for line in metrics(one) if "loss" in line]) for one in (out, other))
+    torch.testing.assert_close(*norms, rtol=1e-3, atol=0)
     ours, theirs = (load_file(each / "model.safetensors") for each in (out, other))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -129,7 +142,7 @@ def assert_close_run(out: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(folder, text) -> Path:
-    """The output of a run of two processes that nothing happened to; `plain` beside it is of a model without dropout."""
+    """What two processes make that nothing happens to; beside it, in `plain`, without dropout."""
     run(torchrun([], recipe(folder, "ddp"), recipe(folder, "plain", dropout=0.0)))
     return folder / "ddp"
 
@@ -143,47 +156,47 @@ def sharded(folder, text) -> Path:
 
 def test_two_processes_learn_what_one_does(folder, undisturbed):
     alone = recipe(folder, "alone", dropout=0.0)
-    uptrain(micro_recipe(Path(alone.model), Path(alone.data[0]), folder / "alone"))
+    uptrain(dataclasses.replace(alone, processes=None, micro_batch_size=2))
     assert_close_run(folder / "plain", folder / "alone")
-    looks = [
-        [*line["held_out"].values()]
-        for out in ("plain", "alone")
-        for line in metrics(folder / out)
-        if "held_out" in line
-    ]
-    torch.testing.assert_close(*torch.tensor(looks).chunk(2), **CLOSE)
 
 
 def test_two_processes_survive_all_and_end_on_two_machines(folder, undisturbed):
     """Killed in a save and in a step, stopped by a signal, and gone on with by two machines: the same bits."""
     disturbed = recipe(folder, "disturbed")
     plan = [("kill in a save", 10), ("kill in a step", 17), ("signal", 22)]
-    said = run(torchrun(plan, disturbed, restarts=2), 128 + signal.SIGTERM)
+    said = run(torchrun(plan, disturbed), 128 + signal.SIGTERM)
     assert said.count("going on from step 10 of 30") == 1
-    saved = [int(path.name.removeprefix("step-")) for path in checkpoints(folder / "disturbed")]
-    assert len(saved) == 2
-    assert saved[0] == 20
-    assert 22 < saved[1] < STEPS
-    assert said.count(f"stopped; step {saved[1]} of 30 is saved; the same command goes on") == 2
+    assert said.count("stopped; step 23 of 30 is saved; the same command goes on") == 2
+    assert [path.name for path in checkpoints(folder / "disturbed")] == ["step-00000020", "step-00000023"]
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     machine = ["--nnodes", "2", "--nproc_per_node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "kvfold"]
     machine += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
-    other = start(torchrun([], disturbed, how=machine))
-    try:
-        said = run(torchrun([], disturbed, how=machine))
-        _, others = other.communicate(timeout=60)
-    finally:
-        other.kill()
-    assert other.returncode == 0, others
-    assert f"going on from step {saved[1]} of 30" in said + others
+    machines = [start(torchrun([], disturbed, how=machine)) for _ in range(2)]
+    said = "".join(map(finish, machines))
+    assert "going on from step 23 of 30" in said
     assert_same_run(folder / "disturbed", undisturbed)
 
 
-def test_sharded_processes_learn_the_same(sharded, undisturbed):
+def test_sharded_processes_learn_the_same(folder, sharded, undisturbed):
     assert_close_run(sharded, undisturbed)
-    assert set(load_file(sharded / "model.safetensors")) == set(
-        load_file(sharded.parent / "source-0.1" / "model.safetensors")
-    )
+    assert "lm_head.weight" not in load_file(sharded / "model.safetensors"), "a tied head stays tied"
+
+
+def test_sharded_processes_survive_and_name_who_broke(folder, sharded):
+    disturbed = recipe(folder, "fsdp-disturbed")
+    said = run(torchrun([("kill in a save", 20), ("nan", 13)], disturbed), CheckFailed.exit_status, **FSDP)
+    assert said.count("the loss is no finite number at step 14 on rank 1; the weights of step 13 are kept") == 1
+    assert [path.name for path in checkpoints(folder / "fsdp-disturbed")] == ["step-00000010"]
+    said = run(torchrun([], disturbed), **FSDP)
+    assert "going on from step 10 of 30" in said
+    assert_same_run(folder / "fsdp-disturbed", sharded)
+
+
+def test_a_recipe_for_two_processes_does_not_train_in_one(folder, text):
+    alone = recipe(folder, "refused")
+    with pytest.raises(UserError, match="asks for 2 processes and there are 1; launch with torchrun"):
+        uptrain(alone)
+    assert not alone.run_folder.exists()

@@ -144,5 +144,5 @@ def test_a_stock_export_in_bf16_comes_back_in_bf16(mha, text, tmp_path):
 def test_compressed_queries_are_not_trained(mha, text, tmp_path):
     options = {"kv_rank": 24, "rope_dim": 8, "rope_select": "high", "calib": ("none",)}
     convert_mla(mha, tmp_path / "latent", q_rank=16, **options)
-    with pytest.raises(UserError, match="compressed queries.*kvfold convert plain"):
+    with pytest.raises(UserError, match=r"compressed queries.*kvfold convert plain"):
         uptrain(micro_recipe(tmp_path / "latent", text, tmp_path / "out", steps=2))

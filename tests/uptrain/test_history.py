@@ -75,9 +75,16 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "lines", [[], LINES[:1], LINES, [*LINES, {**LINES[3], "held_out": {}}], [{**LINES[0], "reference": {}}, *LINES[1:]]]
-)
+PICTURED = {
+    "nothing": [],
+    "one look": LINES[:1],
+    "all": LINES,
+    "no reference": [{**LINES[0], "reference": {}}, *LINES[1:]],
+    "a look that found no number": [*LINES, {**LINES[3], "held_out": {}}],
+}
+
+
+@pytest.mark.parametrize("lines", PICTURED.values(), ids=PICTURED)
 def test_the_picture(tmp_path, lines, recwarn):
     assert draw(lines, "title", tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

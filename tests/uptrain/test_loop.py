@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvfold.common.errors import CheckFailed, UserError
@@ -256,20 +257,29 @@ def test_clipping_bounds_the_gradient_and_zero_never_clips(clip, most):
     assert report.grad_norm == pytest.approx(unclipped.grad_norm), "the norm that is told is that before clipping"
 
 
-def test_frozen_parameters_stay_and_the_model_comes_back_as_it_was():
+@pytest.fixture
+def bf16() -> Iterator[Accelerator]:
+    """Computes in bf16; accelerate knows one precision a process, and forgets it afterwards."""
+    AcceleratorState._reset_state(True)
+    yield Accelerator(cpu=True, mixed_precision="bf16")
+    AcceleratorState._reset_state(True)
+
+
+def test_frozen_parameters_stay_and_the_model_comes_back_as_it_was(bf16):
     model = micro_model()
     model.model.layers[0].mlp.requires_grad_(False)
     before = {name: p.clone() for name, p in model.named_parameters()}
     forward = Trainee.forward
     training = make_training(knobs(steps=3), model)
     list(training.steps())
+    assert training.model.forward.__func__ is not forward
     trainee = training.finish()
     assert type(trainee) is Trainee
     assert trainee.model is model
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) == name.startswith("model.layers.0.mlp"), name
     assert not model.training
-    assert trainee.forward.__func__ is forward, "accelerate's wrapper is gone"
+    assert trainee.forward.__func__ is forward, "autocast is gone"
     assert model.lm_head.weight is model.model.embed_tokens.weight, "still tied"
 
 

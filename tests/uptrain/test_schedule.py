@@ -37,13 +37,13 @@ def test_a_run_may_be_all_warmup():
     assert Schedule(warmup=20).factor(4, 5) == 0.25
 
 
-def test_each_stage_has_its_own_peak_and_warmup():
-    whole = course(10, Schedule("constant", warmup=2), learning_rate=1.0, layer_share=0.4, layer_learning_rate=10.0)
+def test_each_stage_has_its_own_peak_warmup_and_decay():
+    whole = course(10, Schedule("linear", warmup=2), learning_rate=1.0, layer_share=0.4, layer_learning_rate=10.0)
     assert whole.stages == (Stage("layers", 4, 10.0), Stage("loss", 6, 1.0))
     assert whole.steps == 10
     assert [whole.at(step) for step in range(10)] == [
-        *(("layers", rate) for rate in (5.0, 10.0, 10.0, 10.0)),
-        *(("loss", rate) for rate in (0.5, 1.0, 1.0, 1.0, 1.0, 1.0)),
+        *(("layers", rate) for rate in (5.0, 10.0, 10.0, 5.0)),
+        *(("loss", rate) for rate in (0.5, 1.0, 1.0, 0.75, 0.5, 0.25)),
     ]
     with pytest.raises(IndexError, match="the course has 10 steps"):
         whole.at(10)

@@ -152,11 +152,13 @@ class Store:
         train: a part for every text to train on, whose windows are numbered through.
         held_out: a part for every text to judge on.
         digest: SHA-256 of all tokens and how they are cut: processes with one digest read the same.
+        train_digest: the same of what is trained on: runs with one learn from the same.
     """
 
     train: tuple[Part, ...]
     held_out: tuple[Part, ...]
     digest: str
+    train_digest: str
 
     @property
     def sizes(self) -> list[int]:
@@ -248,7 +250,7 @@ def open_store(folder: Path) -> Store:
                 if not path.exists() or path.stat().st_size != part.stored * part.window * size:
                     raise EnvironmentFailure(f"{path} is damaged; remove {folder}, and the run makes it again")
         sides.append(tuple(parts))
-    return Store(*sides, digest=table["digest"])
+    return Store(*sides, table["digest"], table["train_digest"])
 
 
 def _read_marker(marker: Path) -> dict[str, Any]:
@@ -264,7 +266,7 @@ def _read_marker(marker: Path) -> dict[str, Any]:
 def _build(folder: Path, spec: DataSpec, encoder: Encoder) -> dict[str, Any]:
     """Write all files, and return what the marker says of them."""
     table: dict[str, list[dict[str, Any]]] = {"train": [], "held_out": []}
-    digests: list[str] = []
+    digests: dict[str, list[str]] = {"train": [], "held_out": []}
     seen: set[int] = set()  # hashes of what is judged on, and so never trained on
 
     def writer(side: str, limit: int | None) -> PartWriter:
@@ -290,7 +292,7 @@ def _build(folder: Path, spec: DataSpec, encoder: Encoder) -> dict[str, Any]:
                 "reset_positions": spec.reset_positions,
             }
         )
-        digests.append(part.digest)
+        digests[side].append(part.digest)
 
     most = _SPREAD * spec.eval_windows
     bound = bound_of(spec.held_out)
@@ -315,8 +317,13 @@ def _build(folder: Path, spec: DataSpec, encoder: Encoder) -> dict[str, Any]:
                 enter("held_out", name, held)
     named = [*spec.texts, *spec.eval_texts]
     table["held_out"].sort(key=lambda each: named.index(each["name"]))
-    digest = hashlib.sha256(json.dumps([table, digests]).encode()).hexdigest()
-    return {**table, "digest": digest}
+
+    def digest(*sides: str) -> str:
+        """Of what these sides hold, whatever the texts are called."""
+        cut = [{key: value for key, value in part.items() if key != "name"} for side in sides for part in table[side]]
+        return hashlib.sha256(json.dumps([cut, [digests[side] for side in sides]]).encode()).hexdigest()
+
+    return {**table, "digest": digest(*table), "train_digest": digest("train")}
 
 
 def _clear(folder: Path) -> None:
