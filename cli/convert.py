@@ -126,4 +126,4 @@ def _say(report: Any, as_json: bool) -> None:
         for name in _ERRORS:
             if figures := getattr(report, name, ()):
                 when = name.rpartition("_")[2]
-                print_layers(f"relative error after each layer's attention, {when} refinement", figures)
+                print_layers(f"relative error of each layer's state, {when} refinement", figures)

@@ -102,7 +102,7 @@ _LEARNING = (
         metavar="WINDOWS",
         help="Repair layers on so many windows; try 64.  [off]",
     ),
-    click.option("--refine-passes", type=count, default=3, show_default=True, help="Passes over those windows."),
+    click.option("--refine-passes", type=count, help="Passes over those windows.  [3 for heads, 1 for a latent]"),
     device,
 )
 _WRITING = (

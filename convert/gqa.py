@@ -95,7 +95,7 @@ def convert_gqa(
     offload: bool = False,
     stats: str | Path | None = None,
     refine: int = 0,
-    refine_passes: int = 3,
+    refine_passes: int | None = None,
     device: str = "auto",
     calib_dtype: str = "auto",
     calib_batch_size: int = 1,
@@ -120,7 +120,7 @@ def convert_gqa(
             `calibration.text.CalibText`. `("none",)` merges by weights alone.
         fisher, offload, calib_dtype, calib_batch_size, device: see `calibration.knobs.Calibration`.
         stats: a file of `calibrate` to use; one in the cache if None, made at the first conversion.
-        refine, refine_passes: windows of text to refine on, and passes over them; see `refine.refine_layers`.
+        refine, refine_passes: windows of text to refine on, and passes over them (3); see `refine.refine_layers`.
         seed: for methods that draw random numbers.
         dtype: of the result's floating-point tensors; the source's own if None.
         max_shard_size: bytes a shard; the source's own sharding if None.

@@ -2,12 +2,12 @@
 
 Hidden states of the same text run through the source and through the result, layer by layer:
 
-1. The target of a layer is the source's state after its attention. So the layer repairs what it lost by the merge,
-   and what the layers before it left.
+1. The target of a layer is the source's state after its attention, or after its MLP (`RefineKnobs.through_mlp`). So the
+   layer repairs what it lost by the conversion, and what the layers before it left.
 2. Per token, the error is e = |y - target|^2 / |target|^2, and what is minimised is the mean of e / (1 + e): the first
    token of a text carries massive activations in many models, and would own a plain square. A token that has gone far
    from the source's track already (more than `FAR` of its square norm) is not called back: its target is its own
-   state, moved as the source's attention moves the source's.
+   state, moved as the source's layer moves the source's.
 3. Adam with a linear decay on the attention's parameters, `passes` times over the windows. A layer that is not nearer
    to its targets afterwards stays as it was.
 4. Both streams go on through the whole layer.
@@ -58,7 +58,8 @@ class Refined:
         refine_windows, refine_passes: of the calibration text, and over it.
         refine_text, refine_kinds: hash of their token ids, and how many windows came of each kind of text.
         layer_errors_before, layer_errors_after: for every layer |y - s| / |s|, averaged over tokens; y and s are the
-            states after the attention in the result and in the source. Before is with all earlier layers refined.
+            states in the result and in the source after the attention, or after the MLP where that is the target.
+            Before is with all earlier layers refined.
     """
 
     refine_windows: int
@@ -176,13 +177,16 @@ class _Refiner:
         """Set the targets of one batch, and take the source's stream through the layer."""
         source, result = (self._on_device(stream[index]) for stream in (self.taught, self.learnt))
         state, output = run_layer(self.teacher, number, source, self.family.after_attention, whole=True)
+        aim = output if self.knobs.through_mlp else state
         far = token_errors(result, source) > FAR
-        self.targets[index] = torch.where(far[..., None], result + (state - source), state)
+        self.targets[index] = torch.where(far[..., None], result + (aim - source), aim)
         self.taught[index] = output
 
     def _state(self, number: int, index: int) -> tuple[Tensor, Tensor]:
-        """The result's state after the layer's attention, and its target: [B, T, D] each."""
+        """The result's state that is compared, and its target: [B, T, D] each."""
         entering, target = (self._on_device(stream[index]) for stream in (self.learnt, self.targets))
+        if self.knobs.through_mlp:
+            return self.student.call(number, entering), target
         return run_layer(self.student, number, entering, self.family.after_attention)[0], target
 
     def _error(self, number: int) -> float:

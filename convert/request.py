@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..common.errors import UserError
@@ -79,7 +80,7 @@ def request(
     offload: bool,
     stats: str | Path | None,
     refine: int,
-    refine_passes: int,
+    refine_passes: int | None,
     device: str,
     calib_dtype: str,
     calib_batch_size: int,
@@ -87,14 +88,14 @@ def request(
     max_shard_size: int | None,
     compares: bool,
     method: str,
-    learning_rate: float = RefineKnobs.learning_rate,
+    refining: Mapping[str, Any] = MappingProxyType({}),
 ) -> Request:
     """Check what is asked for.
 
     Args:
         compares: whether the conversion needs statistics.
         method: what to call it to the user.
-        learning_rate: of refinement.
+        refining: the knobs of refinement that differ from `RefineKnobs`; `refine_passes` wins over them.
 
     Raises:
         UserError: something cannot be, or contradicts something else.
@@ -102,16 +103,17 @@ def request(
     check_writing(dtype, max_shard_size)
     text = CalibText(calib, calib_windows, calib_window, calib_builtin, chat)
     how = Calibration(text, fisher, offload, calib_batch_size, device, calib_dtype)
-    refining = RefineKnobs(refine, refine_passes, learning_rate=learning_rate) if refine else None
-    if calib and not compares and not refining and not text.weights_only:
+    asked = {} if refine_passes is None else {"passes": refine_passes}
+    knobs = RefineKnobs(refine, **{**refining, **asked}) if refine else None
+    if calib and not compares and not knobs and not text.weights_only:
         raise UserError(f"{method} reads no text; leave --calib out, or add --refine")
     if stats and not compares:
         raise UserError(f"{method} needs no statistics; leave --stats out")
-    if stats and calib and not refining:
+    if stats and calib and not knobs:
         raise UserError("--stats were collected on a text already; leave --calib out, which only --refine would read")
-    if refining and text.weights_only:
+    if knobs and text.weights_only:
         raise UserError("--calib none leaves --refine no text; leave one of them out")
-    return Request(how, refining, compares, Path(stats) if stats else None)
+    return Request(how, knobs, compares, Path(stats) if stats else None)
 
 
 def said_of(statistics: Statistics) -> dict[str, Any]:

@@ -44,12 +44,15 @@ class RefineKnobs:
         passes: over them, in each layer.
         batch_size: windows a step (of each process).
         learning_rate: of Adam, at its highest.
+        through_mlp: whether the state after the whole layer is compared with the source's, rather than the one after
+            its attention; costs twice as much.
     """
 
     windows: int
-    passes: int
+    passes: int = 3
     batch_size: int = 1
     learning_rate: float = 2e-3
+    through_mlp: bool = False
 
     def __post_init__(self) -> None:
         for name in ("windows", "passes"):

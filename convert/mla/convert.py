@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from .stock import PlainModel, Stock
 
 FORMS = ("deepseek_v3", "plain")
-# Of refinement. A latent starts nearer to the source than merged heads do: at the rate of these, 2e-3, half the layers
-# of SmolLM2-135M at a third of the cache are no nearer after 16 windows than before; at this one all are.
-LEARNING_RATE = 4e-4
+# Of refinement. A latent starts nearer to the source than merged heads do, in directions that the loss minds least.
+# What brings the state after attention nearer still, at the rate of heads, is undone by the MLP behind it: docs/mla.md.
+REFINING = {"passes": 1, "learning_rate": 4e-4, "through_mlp": True}
 # How a model is run, which decides no number: of no consequence where none is run.
 _HOW_TO_RUN = ("calib_batch_size", "device", "offload")
 
@@ -65,7 +65,7 @@ def convert_mla(
     offload: bool = False,
     stats: str | Path | None = None,
     refine: int = 0,
-    refine_passes: int = 3,
+    refine_passes: int | None = None,
     device: str = "auto",
     calib_dtype: str = "auto",
     calib_batch_size: int = 1,
@@ -94,7 +94,7 @@ def convert_mla(
             factors by weights alone.
         fisher, offload, calib_dtype, calib_batch_size, device: see `calibration.knobs.Calibration`.
         stats: a file of `calibrate` to use; one in the cache if None, made at the first conversion.
-        refine, refine_passes: windows of text to refine on, and passes over them; see `refine.refine_layers`.
+        refine, refine_passes: windows of text to refine on, and passes over them (1); see `refine.refine_layers`.
         dtype: of the result's floating-point tensors; the source's own if None.
         max_shard_size: bytes a shard; the source's own sharding if None.
         overwrite: replace an existing checkpoint at `out`.
@@ -150,7 +150,7 @@ def convert_mla(
         max_shard_size=max_shard_size,
         compares=True,
         method="convert mla",
-        learning_rate=LEARNING_RATE,
+        refining=REFINING,
     )
     exporting = partial(
         _export, form=form, readers=readers, pad=pad_to_engine, q_rank=q_rank, large_eps=large_eps, dtype=dtype

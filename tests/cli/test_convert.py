@@ -86,7 +86,7 @@ def test_what_was_searched_and_refined_is_a_table(tmp_path):
     assert "warnings" not in result.stdout and "layer_errors" not in result.stdout
     lines = result.stdout.splitlines()
     for when in ("before", "after"):
-        title = lines.index(f"relative error after each layer's attention, {when} refinement")
+        title = lines.index(f"relative error of each layer's state, {when} refinement")
         assert lines[title + 1].split() == ["layer", "+0", "+1", "+2", "+3"]
     title = lines.index("loss on 1 windows not calibrated on; the first is what was chosen")
     assert lines[title + 1].split() == ["rope_select", "rope_dim", "kv_rank", "loss"]
