@@ -22,7 +22,7 @@ demo: setup
 	$(BIN)/kvfold demo
 
 test: setup
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 style: setup
 	$(BIN)/ruff check --fix .

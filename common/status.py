@@ -20,6 +20,8 @@ from .errors import CheckFailed, EnvironmentFailure, KvfoldError, UserError
 
 # The system's errors that say that a path cannot be, rather than that the machine failed.
 _WRONG_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+# What torch says in the processes that are left when one of a group ends.
+_LEFT_ALONE = r"gloo[/\\]transport|closed by peer|reset by peer|broken pipe|NCCL|remote process exited|store->get"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -54,6 +56,8 @@ def status_of(work: Callable[[], int]) -> int:
             return fail(f"this path cannot be used: {error}", UserError.exit_status)
         return fail(f"the machine failed: {error}", EnvironmentFailure.exit_status)
     except Exception as error:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and re.search(_LEFT_ALONE, str(error), re.IGNORECASE):
+            return fail("another process of this run ended; what it said tells why", EnvironmentFailure.exit_status)
         # torch has several ways to say it
         if isinstance(error, MemoryError) or re.search(r"out of memory|can't allocate memory", str(error)):
             return fail("the machine failed: out of memory", EnvironmentFailure.exit_status)

@@ -25,7 +25,8 @@ MODULE = "kvfold.uptrain"
 
 _ALONE = ("NO", "MULTI_CPU")  # accelerate's kinds of training for which it starts one process, whatever their number
 # Seconds that torchrun lets the processes save after a signal before it kills them; 30 by itself.
-_TIME_TO_SAVE = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120"}
+# And with a store of its own, processes that it starts again find each other.
+_TORCHRUN = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 # What is handed on of what asks us to stop. Nobody sends SIGHUP to those who are not on the terminal that closed.
 _HANDED_ON = {
     signal.SIGINT: signal.SIGINT,
@@ -124,7 +125,7 @@ def launch_command(
 
     run = [MODULE, *([] if config is None else ["--config", str(config)]), *overrides]
     run += ["--dry-run"] * dry_run + ["--json"] * as_json
-    env = {**_TIME_TO_SAVE, **os.environ}
+    env = {**_TORCHRUN, **os.environ}
     if not gpus:
         env["ACCELERATE_USE_CPU"] = "true"
         machines = settings.machines if settings else 1

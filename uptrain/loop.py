@@ -237,8 +237,8 @@ class Training:
 
     def _broken(self, what: str, where: str, rate: float) -> str:
         return (
-            f"the {what} is no finite number at step {self.step + 1}{where}; the weights of step {self.step} are kept; "
-            f"lower the learning rate ({rate:.3g} now) or take another precision"
+            f"the {what} is no finite number at step {self.step + 1}{where}; it was not taken, and the last checkpoint "
+            f"is whole; lower the learning rate ({rate:.3g} now) or take another precision"
         )
 
 
