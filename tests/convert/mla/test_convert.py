@@ -431,6 +431,15 @@ def test_refinement_brings_every_layer_nearer(convert, text, tmp_path):
     assert stock.kl == pytest.approx(refined.kl, rel=0.05)
 
 
+def test_what_is_compared_is_the_state_after_the_mlp(convert, tmp_path, monkeypatch):
+    options = {"calib_window": 128, "kv_rank": 48, "rope_dim": 16, "rope_select": "high", "refine": 2}
+    after_mlp = convert(MODEL_DIR, tmp_path / "out", **options)
+    assert after_mlp.refine_passes == 1
+    monkeypatch.setitem(converting.REFINING, "through_mlp", False)
+    after_attention = convert(MODEL_DIR, tmp_path / "other", **options)
+    assert after_mlp.layer_errors_before[0] != pytest.approx(after_attention.layer_errors_before[0], rel=0.01)
+
+
 # The stock form.
 
 
