@@ -26,9 +26,9 @@ from .windows import Window, batches
 
 # Logits held at a time by default. The fp32 copy of so many is 128 MiB.
 CHUNK_ELEMENTS = 2**25
-# On a CPU 16 MiB: from 32 MiB on, glibc gives memory back at once and takes it anew, and to touch it for the first time
-# costs several times what is computed in it.
-CPU_CHUNK_ELEMENTS = 2**22
+# On a CPU 28 MiB: from 32 MiB on, glibc gives memory back at once and takes it anew, and to touch it for the first time
+# costs several times what is computed in it. Less is slower where a gradient of the whole head comes with each chunk.
+CPU_CHUNK_ELEMENTS = 7 * 2**20
 
 
 class _BaseOutput(tuple):

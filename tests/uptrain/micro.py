@@ -51,9 +51,9 @@ def save(model: PreTrainedModel, folder: Path, dtype: torch.dtype = torch.float3
 
 
 def micro_text(folder: Path) -> Path:
-    """Some fifteen documents of prose, of which a few are held out."""
+    """Some twenty-five documents of prose, of which a few are held out."""
     path = folder / "text.jsonl"
-    lines = [json.dumps({"text": text[:600]}) for text in builtin_documents(held_out=False, kinds=["topics"])[:15]]
+    lines = [json.dumps({"text": text[:600]}) for text in builtin_documents(held_out=False, kinds=["topics"])[:25]]
     path.write_text("\n".join(lines))
     return path
 

@@ -31,6 +31,8 @@ from .test_run import checkpoints, pairs
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 CLOSE = {"rtol": 0, "atol": 1e-5}
+# The norm that gradients are clipped by is added up in another order where they are sharded, in fp32.
+SHARDED_CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 PROCESSES, STEPS = 2, 30
 
 pytestmark = pytest.mark.xdist_group("uptrain-distributed")  # or each worker of pytest would make the runs below
@@ -128,16 +130,16 @@ def assert_same_run(out: Path, other: Path) -> None:
             torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=0, msg=name)
 
 
-def assert_close_run(out: Path, other: Path) -> None:
+def assert_close_run(out: Path, other: Path, close: dict[str, float] = CLOSE) -> None:
     assert [line["step"] for line in metrics(out)] == [line["step"] for line in metrics(other)]
-    torch.testing.assert_close(curve(out), curve(other), **CLOSE)
+    torch.testing.assert_close(curve(out), curve(other), **close)
     # AdamW hardly minds how long a gradient is. (On a CPU, torch's norms are good to 1e-5 themselves.)
     norms = (torch.tensor([line["grad_norm"] for line in metrics(one) if "loss" in line]) for one in (out, other))
-    torch.testing.assert_close(*norms, rtol=1e-3, atol=0)
+    torch.testing.assert_close(*norms, rtol=100 * close["rtol"] or 1e-3, atol=0)
     ours, theirs = (load_file(each / "model.safetensors") for each in (out, other))
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], msg=name, **CLOSE)
+        torch.testing.assert_close(tensor, theirs[name], msg=name, **close)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +183,7 @@ def test_two_processes_survive_all_and_end_on_two_machines(folder, undisturbed):
 
 
 def test_sharded_processes_learn_the_same(folder, sharded, undisturbed):
-    assert_close_run(sharded, undisturbed)
+    assert_close_run(sharded, undisturbed, SHARDED_CLOSE)
     assert "lm_head.weight" not in load_file(sharded / "model.safetensors"), "a tied head stays tied"
 
 
