@@ -56,7 +56,7 @@ def trainable(
             yield source
             return
         check_export(source)
-    plain = folder / PLAIN
+        plain = folder / f"{PLAIN}-{source.digest()[:16]}"  # of this export, whatever the folder was used for before
     if workers.rank == 0 and not plain.exists():
         convert_plain(model, plain, revision=revision, progress=progress)
     workers.wait()
@@ -102,7 +102,7 @@ def write_result(
     """
     writing = partial(_write, source, state, trained, record=record, progress=progress)
     out = Path(recipe.out)
-    if source.folder != recipe.run_folder / PLAIN:
+    if source.name == recipe.model:
         writing(out, overwrite=recipe.overwrite)
         return
     kept = recipe.run_folder / _TRAINED

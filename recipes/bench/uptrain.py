@@ -3,10 +3,12 @@
     python -m kvfold.recipes.bench.uptrain [--train attention all] [--precision fp32] [--teacher] [--runs 7]
 
 A random Llama, the same batches, trained parameters, precision, AdamW and clipping on both sides. Each is a process of
-its own, both are up together and take one step in turn, so that the machine's moods hit both alike; ratios are of the
-medians, and the first step of each is not counted. See `sides` for what is inside the clock. Memory is the peak of
-each whole process. What kvfold does not hold are logits: Trainer has those of the whole batch at once, in fp32, and
-their log-probabilities and gradient beside them; kvfold has those of a chunk. The table counts them once.
+its own, both are up together and take one step in turn, so that the machine's moods hit both alike; a ratio is the
+median of those of every turn, and the first step of each is not counted. See `sides` for what is inside the clock.
+
+Memory is the peak of each whole process. What kvfold does not hold are logits: Trainer has those of the whole batch at
+once, in fp32, and their log-probabilities and gradient beside them; kvfold has those of a chunk. The table counts them
+once.
 
 With --teacher, kvfold learns from a multi-head model of the same size as well: a step with it, against a step without
 it and one forward pass of the teacher, which is transformers' own.
@@ -71,6 +73,11 @@ def measure(table: dict[str, Job]) -> tuple[dict[str, list[float]], dict[str, En
     return {name: [each[name] for each in times[1:]] for name in table}, endings
 
 
+def median_ratio(seconds: Sequence[float], base: Sequence[float]) -> float:
+    """Median over the turns of one side's seconds over another's."""
+    return statistics.median(own / other for own, other in zip(seconds, base, strict=True))
+
+
 def saved_bytes(job: Job) -> int:
     """Bytes of fp32 logits of a batch that are not there together, counted once."""
     return 4 * max(0, job.batch * job.window * job.model["vocab_size"] - chunk_elements(job.device))
@@ -111,7 +118,7 @@ def main(args: Sequence[str] | None = None) -> None:
         for name in ("Trainer", "kvfold"):
             job, end = table[name], endings[name]
             speeds = [job.block_tokens / seconds for seconds in times[name]]
-            ratio = statistics.median(times["Trainer"]) / statistics.median(times[name])
+            ratio = median_ratio(times["Trainer"], times[name])
             lower = endings["Trainer"].peak - end.peak
             cells = [
                 f"{end.trained / 1e6:.1f} M of {end.parameters / 1e6:.1f} M ({train})",
@@ -125,10 +132,9 @@ def main(args: Sequence[str] | None = None) -> None:
             ]
             print(row(*cells), flush=True)
         if options.teacher:
-            without, taught, forward = (
-                statistics.median(times[name]) for name in ("kvfold", "kvfold with a teacher", "forward")
-            )
-            costs.append((train, without, forward, taught, taught / (without + forward)))
+            step, forward, taught = (times[name] for name in ("kvfold", "forward", "kvfold with a teacher"))
+            ratio = median_ratio(taught, [sum(pair) for pair in zip(step, forward, strict=True)])
+            costs.append((train, *map(statistics.median, (step, forward, taught)), ratio))
     if costs:
         print()
         print(row("trained", "step s", "forward pass of the teacher s", "step with a teacher s", "x step and pass"))

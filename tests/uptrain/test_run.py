@@ -281,15 +281,14 @@ def test_a_loss_that_is_no_number_stops_the_run(source, text, tmp_path):
 
 def test_a_teacher_beside(source, text, tmp_path):
     teacher = micro_checkpoint(tmp_path / "teacher", seed=8)
-    recipe = micro_recipe(
-        source, text, tmp_path / "out", teacher=str(teacher), layer_share=0.5, steps=10, learning_rate=1e-3
-    )
+    options = {"layer_share": 0.5, "layer_learning_rate": 1e-2, "steps": 20, "learning_rate": 1e-3}
+    recipe = micro_recipe(source, text, tmp_path / "out", teacher=str(teacher), **options)
     report = uptrain(recipe)
     assert report.reference.keys() == report.held_out.keys()
     lines = [line for line in read_history(tmp_path / "out.run") if "loss" in line]
-    assert [line["stage"] for line in lines] == ["layers"] * 5 + ["loss"] * 5
-    assert lines[4]["divergence"] < lines[0]["divergence"]
-    assert all("cross_entropy" in line for line in lines[5:])
+    assert [line["stage"] for line in lines] == ["layers"] * 10 + ["loss"] * 10
+    assert lines[9]["divergence"] < 0.7 * lines[0]["divergence"]
+    assert all("cross_entropy" in line for line in lines[10:])
 
 
 def test_a_model_is_its_own_best_teacher(source, text, tmp_path):
