@@ -30,6 +30,8 @@ CHUNK_ELEMENTS = 2**25
 # costs several times what is computed in it. Less is slower where a gradient of the whole head comes with each chunk.
 CPU_CHUNK_ELEMENTS = 7 * 2**20
 
+UNSCORED = -100  # the label of a token that is no target
+
 
 class _BaseOutput(tuple):
     """What a head reads of its base model's output: the hidden states, and nothing under any other name."""
@@ -112,7 +114,9 @@ def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
     A target of -100 costs nothing.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view_as(targets)
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=UNSCORED).view_as(
+        targets
+    )
 
 
 def sequence_nll(model, input_ids: Tensor, *, first: int = 1, chunk: int | None = None) -> Tensor:

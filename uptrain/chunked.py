@@ -6,17 +6,20 @@ the chunk's logits are gone before the next chunk's come. The backward pass has 
 twice. (The idea is that of Liger Kernel's fused linear cross entropy, arXiv 2410.10989, with the model's own head
 and any loss in place of one kernel.)
 
-Legend: B sequences, T positions, D hidden size, V vocabulary, n positions of one chunk, k scalars.
+Legend: B sequences, T positions, D hidden size, V vocabulary, n positions of one chunk, k scalars; E outputs of a
+linear map.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..common.scoring import head_logits, position_chunks
 
@@ -91,21 +94,22 @@ class _ChunkedSum(torch.autograd.Function):
         device = hidden.device.type
         totals: Tensor | float = 0.0
         grad_hidden = torch.empty_like(hidden) if hidden.requires_grad else None
-        grads: list[Tensor | None] = [None] * len(parameters)
+        grads = _Sums(parameters)
         for positions in position_chunks(model, hidden, chunk):
             part = hidden[:, positions].detach().requires_grad_(hidden.requires_grad)
-            with _as_outside(device):
+            with _as_outside(device), _LinearInto(grads):
                 first, *rest = loss_of(head_logits(model, part), positions)
             inputs = [part, *parameters] if hidden.requires_grad else parameters
             with torch.autocast(device, enabled=False):  # a backward pass is no place for it
                 found = list(torch.autograd.grad(first, inputs, allow_unused=True))
             if grad_hidden is not None:
                 grad_hidden[:, positions] = found.pop(0)
-            grads = [_added(total, grad) for total, grad in zip(grads, found, strict=True)]
+            for parameter, grad in zip(parameters, found, strict=True):
+                grads.add(parameter, grad)
             totals = totals + torch.stack([first, *rest])
             del first, rest, found  # or they would be there beside the next chunk's
         assert isinstance(totals, Tensor)
-        ctx.save_for_backward(grad_hidden, *grads)
+        ctx.save_for_backward(grad_hidden, *(grads.of(parameter) for parameter in parameters))
         ctx.dtypes = [x.dtype for x in (hidden, *parameters)]
         first, rest = totals[:1].clone(), totals[1:].clone()
         ctx.mark_non_differentiable(rest)
@@ -116,16 +120,72 @@ class _ChunkedSum(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         # `scale` [1] is fp32 or wider, and so is the product: what is in bf16 is not scaled by a rounded number.
         scaled = [
-            None if grad is None else (grad * scale).to(dtype)
+            None if grad is None else grad.mul_(scale).to(dtype)
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return None, None, None, *scaled
 
 
-def _added(total: Tensor | None, grad: Tensor | None) -> Tensor | None:
-    """The running sum in at least fp32, added to in place."""
-    if grad is None:
-        return total
-    if total is None:
-        return grad.float() if grad.itemsize < 4 else grad
-    return total.add_(grad)
+class _Sums:
+    """Gradients of parameters, added up in at least fp32."""
+
+    def __init__(self, parameters: Sequence[Tensor]):
+        self._parameters = {id(parameter) for parameter in parameters}
+        self._sums: dict[int, Tensor] = {}
+
+    def __contains__(self, parameter: Any) -> bool:
+        return id(parameter) in self._parameters
+
+    def of(self, parameter: Tensor) -> Tensor | None:
+        return self._sums.get(id(parameter))
+
+    def add(self, parameter: Tensor, grad: Tensor | None) -> None:
+        if grad is None:
+            return
+        if id(parameter) in self._sums:
+            self._sums[id(parameter)].add_(grad)
+        else:
+            self._sums[id(parameter)] = grad.float() if grad.itemsize < 4 else grad
+
+    def add_product(self, parameter: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add `left` [E, N] @ `right` [N, D], which is never there by itself if the sum is of its dtype."""
+        total = self.of(parameter)
+        if total is not None and total.dtype == left.dtype:
+            total.addmm_(left, right)
+        else:
+            self.add(parameter, left @ right)
+
+
+class _LinearInto(TorchFunctionMode):
+    """Inside, the gradient of a weight in `F.linear` goes straight into the sums: to make it anew for every chunk, as
+    large as the head, and add it then would be a good part of what a chunk costs."""
+
+    def __init__(self, sums: _Sums):
+        super().__init__()
+        self.sums = sums
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear or kwargs or args[1] not in self.sums:
+            return func(*args, **(kwargs or {}))
+        x, weight, *bias = args
+        product = _Linear.apply(x, weight, self.sums)
+        return product if not bias or bias[0] is None else product + bias[0]
+
+
+class _Linear(torch.autograd.Function):
+    """x [..., D] @ weight [E, D] transposed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sums: _Sums) -> Tensor:
+        ctx.parameter, ctx.sums = weight, sums
+        product = F.linear(x, weight)
+        # Autocast may have multiplied in another dtype.
+        ctx.save_for_backward(x.to(product.dtype), weight.to(product.dtype))
+        return product
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        ctx.sums.add_product(ctx.parameter, grad.flatten(0, -2).T, x.flatten(0, -2))
+        return grad @ weight if ctx.needs_input_grad[0] else None, None, None

@@ -26,16 +26,15 @@ from torch import Tensor, nn
 
 from ..common.errors import UserError
 from ..common.scoring import (
+    UNSCORED,
     check_vocabularies,
-    divergence,
     evaluating,
     hidden_states,
     log_probabilities,
 )
 from .chunked import chunked_sum, head_parameters
+from .losses import cross_entropy_sum, divergence_sum
 from .teacher import TeacherView, attention_outputs
-
-UNSCORED = -100  # the label of a token that is no target
 
 # Squared length that an attention output is taken to have at least; below it an error is absolute.
 SMALLEST_SQUARE = 1e-8
@@ -155,19 +154,20 @@ def token_sums(logits: Tensor, teacher: Tensor | None, targets: Tensor, knobs: O
     Raises:
         UserError: the V differ.
     """
-    own = log_probabilities(logits)
-    entropy = F.nll_loss(own.flatten(0, 1), targets.flatten(), ignore_index=UNSCORED, reduction="sum")
+    logits, targets = logits.flatten(0, 1), targets.flatten()  # [B * n, V], [B * n]
     if teacher is None:
+        entropy = cross_entropy_sum(logits, targets)
         return torch.stack([entropy, entropy.detach(), torch.zeros_like(entropy)])
     check_vocabularies(teacher, logits)
-    theirs = log_probabilities(teacher)
+    own, theirs = log_probabilities(logits), log_probabilities(teacher.flatten(0, 1))
+    entropy = F.nll_loss(own, targets, ignore_index=UNSCORED, reduction="sum")
     # A log-softmax of log-probabilities gives them back, so these serve as logits of what follows.
     if knobs.temperature != 1:
         own, theirs = (log_probabilities(each / knobs.temperature) for each in (own, theirs))
     if 0 < knobs.top_k < theirs.shape[-1]:
-        kept = theirs.topk(knobs.top_k, dim=-1).indices  # [B, n, k]
+        kept = theirs.topk(knobs.top_k, dim=-1).indices  # [B * n, k]
         own, theirs = (log_probabilities(bucketed(each, kept)) for each in (own, theirs))
-    apart = torch.where(targets != UNSCORED, divergence(theirs, own), 0.0).sum()
+    apart = divergence_sum(theirs, own, targets != UNSCORED)
     objective = (1 - knobs.ce_share) * knobs.temperature**2 * apart
     if knobs.ce_share:  # else its gradient would be computed, and be zeros
         objective = objective + knobs.ce_share * entropy

@@ -35,7 +35,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallb
 
 from ...attention.plain import LatentAttention
 from ...common.errors import CheckFailed
-from ...uptrain.data.store import IGNORED, Tensors
+from ...common.scoring import UNSCORED
+from ...uptrain.data.store import Tensors
 from ...uptrain.loop import LoopKnobs, Training
 from ...uptrain.objective import Trainee
 from ...uptrain.order import Order
@@ -257,7 +258,7 @@ def by_trainer(job: Job, model: Any, pace: Pace) -> float:
     windows = make_windows(job)
     rows = windows[Order([len(windows)]).draw(0, len(windows))]
     labels = rows.clone()
-    labels[:, 0] = IGNORED
+    labels[:, 0] = UNSCORED
     with tempfile.TemporaryDirectory(prefix="kvfold-bench-") as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -340,10 +341,14 @@ def main(args: Sequence[str] | None = None) -> None:
         def say(answer: Any) -> None:
             print(json.dumps(answer), file=answers)
 
+        def wait() -> None:
+            if not sys.stdin.readline():
+                raise SystemExit("whoever started this side has gone")
+
         model = make_model(job.model, job.device)
         select(model, job.train)
         flops = token_flops(model, job.window)
-        loss = SIDES[job.side](job, model, Pace(job, say, sys.stdin.readline))
+        loss = SIDES[job.side](job, model, Pace(job, say, wait))
         parameters = list(model.parameters())
         say(
             asdict(

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from kvfold.common.status import leave, status_of
 from kvfold.uptrain.objective import Objective, Trainee
 from kvfold.uptrain.selection import attention_modules, select
 from kvfold.uptrain.teacher import Teacher
@@ -115,7 +116,7 @@ def run(how: str) -> dict:
     return results
 
 
-def main() -> None:
+def main() -> int:
     how, folder = sys.argv[1], Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -125,7 +126,9 @@ def main() -> None:
         torch.save(run(""), folder / "one")
     dist.barrier()
     dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    # As kvfold itself does: torch now and then aborts while Python takes FSDP2 apart.
+    leave(status_of(main))

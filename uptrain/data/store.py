@@ -27,13 +27,13 @@ from torch import Tensor
 
 from ...common.atomic import output_file
 from ...common.errors import EnvironmentFailure, UserError
+from ...common.scoring import UNSCORED
 from ...common.text import builtin_kinds
 from .documents import DataSpec, bound_of, hash_of, read_documents, spare_hash, split_sides
 from .packing import FLAGS, IDS, SCORED, START, Encoder, PartWriter, pack
 
 FORMAT_VERSION = 1
 MARKER = "tokens.json"
-IGNORED = -100  # a label that is no target
 _SPREAD = 16  # windows that are read for each that is judged on, so that these are not all of one document
 
 
@@ -117,7 +117,7 @@ class Part:
         """The windows of these numbers, each from 0 to `windows`, in their order."""
         rows = self._rows(indices)
         ids = torch.from_numpy(self._ids[rows].astype(np.int64))
-        labels = ids.masked_fill(torch.from_numpy(~self._targets(rows)), IGNORED)
+        labels = ids.masked_fill(torch.from_numpy(~self._targets(rows)), UNSCORED)
         return Batch(ids, labels, self._positions(rows) if self.reset_positions else None)
 
     def scored(self, indices: Sequence[int]) -> int:
@@ -338,5 +338,5 @@ def _tokenizer_hash(tokenizer: Any, encoder: Encoder) -> str:
 
 
 def _unscored_first(labels: Tensor) -> Tensor:
-    labels[:, 0] = IGNORED
+    labels[:, 0] = UNSCORED
     return labels
