@@ -53,7 +53,7 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, theirs: Tensor, own: Tensor, scored: Tensor) -> Tensor:
         weights = theirs.exp()
-        apart = torch.linalg.vecdot(weights, theirs.sub_(own))  # [N]
+        apart = theirs.sub_(own).mul_(weights).sum(-1)  # [N]
         ctx.save_for_backward(weights, scored)
         return torch.where(scored, apart, 0.0).sum()
 

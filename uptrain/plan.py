@@ -188,9 +188,13 @@ def activation_bytes(
     return tokens * shape.layers * layer
 
 
-def logit_bytes(vocabulary: int, tokens: int, *, chunk: int, teacher: bool) -> int:
-    """Bytes of the logits of one chunk: they, their exponentials and their gradient in fp32; a teacher's add two."""
-    return MASTER * min(tokens * vocabulary, chunk) * (5 if teacher else 3)
+def logit_bytes(vocabulary: int, tokens: int, *, chunk: int, teacher: bool, reshaped: bool = False) -> int:
+    """Bytes of the logits of one chunk, and of what the loss makes of them, in fp32.
+
+    Cross entropy holds two tensors of their size, and a third in 16 bits; a teacher's divergence five, and seven where
+    both distributions are `reshaped` by a temperature or to the likeliest tokens. (Measured by torch's profiler.)
+    """
+    return MASTER * min(tokens * vocabulary, chunk) * (3 if not teacher else 7 if reshaped else 5)
 
 
 def teacher_bytes(parameters: int, shape: Shape, tokens: int, *, width: int, matches_layers: bool) -> int:
@@ -280,7 +284,13 @@ def memory(
             mlp=recipe.train == "all",
             checkpointing=recipe.gradient_checkpointing,
         ),
-        logits=logit_bytes(shape.vocabulary, tokens, chunk=chunk, teacher=bool(recipe.teacher)),
+        logits=logit_bytes(
+            shape.vocabulary,
+            tokens,
+            chunk=chunk,
+            teacher=bool(recipe.teacher),
+            reshaped=recipe.temperature != 1 or recipe.top_k > 0,
+        ),
         teacher=teacher_bytes(teacher_parameters, shape, tokens, width=width, matches_layers=recipe.layer_share > 0)
         if recipe.teacher
         else 0,
@@ -300,6 +310,7 @@ def plan(
     width: int,
     sharding: str,
     processes: int,
+    device: str,
     available: int | None = None,
     time_step: Callable[[str], float] | None = None,
 ) -> UptrainPlan:
@@ -315,13 +326,14 @@ def plan(
         width: bytes of an element of the computation's dtype.
         sharding: see `processes.sharding`.
         processes: how many.
+        device: its type.
         available: bytes that the device has.
         time_step: takes a step of the stage of this name, and returns its seconds.
 
     Raises:
         UserError: the windows of a step do not divide among the processes.
     """
-    from ..common.scoring import CHUNK_ELEMENTS
+    from ..common.scoring import chunk_elements
 
     needed = memory(
         recipe,
@@ -333,7 +345,7 @@ def plan(
         width=width,
         sharding=sharding,
         processes=processes,
-        chunk=CHUNK_ELEMENTS,
+        chunk=chunk_elements(device),
     )
     steps = sum(stage.steps for stage in stages)
     seconds = {stage.name: time_step(stage.name) for stage in stages} if time_step else None

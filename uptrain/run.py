@@ -444,6 +444,7 @@ class Run:
             width=getattr(torch, _DTYPES[self.precision]).itemsize,
             sharding=sharding(),
             processes=self.accelerator.num_processes,
+            device=device.type,
             available=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
             time_step=self.training.time_step,
         )

@@ -159,6 +159,7 @@ def test_shapes():
 def test_logits_are_those_of_a_chunk():
     assert logit_bytes(1000, 8, chunk=2**25, teacher=False) == 3 * 4 * 8000
     assert logit_bytes(1000, 10**6, chunk=2**25, teacher=True) == 5 * 4 * 2**25
+    assert logit_bytes(1000, 10**6, chunk=2**25, teacher=True, reshaped=True) == 7 * 4 * 2**25
 
 
 def test_memory_of_a_recipe():
@@ -198,6 +199,7 @@ def test_plan():
         width=4,
         sharding="ddp",
         processes=2,
+        device="cuda",
         time_step=seconds.__getitem__,
     )
     assert (report.steps, report.layer_steps, report.tokens_per_step, report.tokens) == (10, 2, 128, 1280)
