@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from ..common.errors import UserError
+from ..common.output import print_report
 from . import options
 
 
@@ -16,6 +18,7 @@ from . import options
 @click.option("--num-processes", type=options.count, help="Over all machines.  [one a GPU, or one on a CPU]")
 @click.option("--dry-run", is_flag=True, help="Say what it will take: parameters, memory, steps, time.")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at out, once the new one is whole.")
+@click.option("--keys", is_flag=True, help="List the keys of a recipe, with defaults and meanings, and do nothing.")
 @options.as_json
 @click.pass_context
 def uptrain(
@@ -25,6 +28,7 @@ def uptrain(
     num_processes: int | None,
     dry_run: bool,
     overwrite: bool,
+    keys: bool,
     as_json: bool,
 ) -> None:
     """Heal a converted model by training, on one or many devices.
@@ -32,6 +36,9 @@ def uptrain(
     CONFIG is a recipe in YAML; KEY=VALUE sets one of its keys. It may be left out where model=..., out=... and a
     budget such as tokens=... are given. A run that was stopped is taken up again by the same command.
     """
+    if keys:
+        _print_keys(as_json)
+        return
     from ..uptrain.launch import launch, launch_command
 
     config, overrides = _split(words)
@@ -40,6 +47,20 @@ def uptrain(
         config, overrides, accelerate=accelerate, num_processes=num_processes, dry_run=dry_run, as_json=as_json
     )
     context.exit(launch(command))
+
+
+def _print_keys(as_json: bool) -> None:
+    from ..uptrain.keys import recipe_keys
+
+    known = recipe_keys()
+    if as_json:
+        print_report({"keys": [asdict(key) for key in known]}, as_json=True)
+        return
+    for key in known:
+        default = f" [{key.default}]" if key.default else ""
+        click.echo(
+            f"{key.name}{default}: {key.meaning}" + (f" One of {', '.join(key.choices)}." if key.choices else "")
+        )
 
 
 def _split(words: tuple[str, ...]) -> tuple[str | None, list[str]]:

@@ -262,11 +262,14 @@ def output_directory(out: Path, *, overwrite: bool | None = None) -> Iterator[Pa
 def working_folder(folder: Path) -> Iterator[Path]:
     """Create a folder, unless it is there, and keep other processes of kvfold out of it.
 
+    One that was made here, and that the block leaves without a file when it fails, goes again.
+
     Raises:
         UserError: another process is working in it, or a file has its name.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; name a folder to work in")
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = _lock(real_path(folder))
@@ -274,6 +277,13 @@ def working_folder(folder: Path) -> Iterator[Path]:
         raise UserError(f"another kvfold is working in {folder}; wait for it, or choose another folder") from None
     try:
         yield folder
+    except BaseException:
+        if made:
+            inside = sorted(path for path in folder.rglob("*") if path.is_dir() and not path.is_symlink())
+            with suppress(OSError):  # one that is not empty stays, and so do those that it is in
+                for path in [*reversed(inside), *made]:
+                    path.rmdir()
+        raise
     finally:
         os.close(descriptor)
 

@@ -17,9 +17,32 @@ if TYPE_CHECKING:
 PATIENCE = timedelta(minutes=5)  # for the slowest process to come; torch itself would wait half an hour
 
 
+def promised_size() -> int:
+    """How many processes the launcher says that there are; 1 without one.
+
+    Raises:
+        EnvironmentFailure: it says no number.
+    """
+    said = os.environ.get("WORLD_SIZE") or "1"
+    try:
+        return int(said)
+    except ValueError:
+        raise EnvironmentFailure(f"WORLD_SIZE is {said!r}, which is not a number; unset it") from None
+
+
 def is_main_process() -> bool:
     """Whether this is the process that writes and reports: the only one, or the launcher's first."""
-    return os.environ.get("RANK", "0") == "0"
+    return _is_first("RANK")
+
+
+def is_first_here() -> bool:
+    """Whether this is the launcher's first process on this machine, or the only one."""
+    return _is_first("LOCAL_RANK")
+
+
+def _is_first(name: str) -> bool:
+    # A number that somebody left behind says nothing where there is one process.
+    return os.environ.get("WORLD_SIZE", "") in ("", "0", "1") or os.environ.get(name, "0") in ("", "0")
 
 
 class Workers:
@@ -38,7 +61,7 @@ class Workers:
 
     def __init__(self, device: str):
         self.rank, self.size, self.device = 0, 1, device
-        if (promised := int(os.environ.get("WORLD_SIZE", "1"))) == 1:
+        if (promised := promised_size()) == 1:
             return
         import torch
         from accelerate import PartialState

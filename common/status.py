@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from .errors import CheckFailed, EnvironmentFailure, KvfoldError, UserError
+from .parallel import is_first_here
 
 # The system's errors that say that a path cannot be, rather than that the machine failed.
 _WRONG_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 # What torch says in the processes that are left when one of a group ends.
 _LEFT_ALONE = r"gloo[/\\]transport|closed by peer|reset by peer|broken pipe|NCCL|remote process exited|store->get"
+# What they say when the disk, or what one may write, is full.
+_NO_ROOM = r"no space left|file too large|disk quota|inline_container.*(unexpected pos|failed writing)"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -56,11 +59,13 @@ def status_of(work: Callable[[], int]) -> int:
             return fail(f"this path cannot be used: {error}", UserError.exit_status)
         return fail(f"the machine failed: {error}", EnvironmentFailure.exit_status)
     except Exception as error:
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and re.search(_LEFT_ALONE, str(error), re.IGNORECASE):
+        if os.environ.get("WORLD_SIZE", "1") not in ("", "1") and re.search(_LEFT_ALONE, str(error), re.IGNORECASE):
             return fail("another process of this run ended; what it said tells why", EnvironmentFailure.exit_status)
         # torch has several ways to say it
         if isinstance(error, MemoryError) or re.search(r"out of memory|can't allocate memory", str(error)):
             return fail("the machine failed: out of memory", EnvironmentFailure.exit_status)
+        if re.search(_NO_ROOM, str(error), re.IGNORECASE):  # torch and safetensors do not raise OSError
+            return fail(f"the machine failed: no room to write ({error})", EnvironmentFailure.exit_status)
         traceback.print_exc()
         return fail("this is a fault of kvfold; please report the lines above", KvfoldError.exit_status)
 
@@ -68,11 +73,11 @@ def status_of(work: Callable[[], int]) -> int:
 def fail(message: str, status: int) -> int:
     """Say in one line why it failed.
 
-    Of several processes on one machine the first speaks for all about what they were given; about what befell one of
-    them, it speaks itself.
+    Of several processes on one machine the first speaks for all about what they were given or told; about what befell
+    one of them, it speaks itself.
     """
-    shared = status in (CheckFailed.exit_status, UserError.exit_status)
-    if not shared or os.environ.get("LOCAL_RANK", "0") == "0":
+    shared = status in (CheckFailed.exit_status, UserError.exit_status) or status > 128
+    if not shared or is_first_here():
         print(f"kvfold: {' '.join(message.split())}", file=sys.stderr)
     return status
 

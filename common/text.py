@@ -23,7 +23,13 @@ from .sources import one_line_errors
 
 BUILTIN = "builtin"
 HUB = "hub:"
-_TABLES = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}  # suffix -> datasets' builder
+_TABLES = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}  # suffix -> datasets' builder
 _COLUMNS = {"text": (str, "strings"), "messages": (list, "lists of messages")}  # what a table may hold documents in
 HELD_OUT_EVERY = 10
 _NOT_LIBRARY = {"site-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data", "__pycache__"}
@@ -198,8 +204,8 @@ def stream_text(name: str, *, held_out: bool, columns: Iterable[str] = ("text",)
     """Read a text that a user named, document by document: a dataset may have no end.
 
     Args:
-        name: a UTF-8 text file, which is one document; a `.jsonl`, `.json`, `.csv` or `.parquet` file with one
-            of the columns; `builtin` for the built-in prose, or `builtin:KIND` for one of `KINDS`; or
+        name: a UTF-8 text file, which is one document; a `.jsonl`, `.ndjson`, `.json`, `.csv` or `.parquet` file with
+            one of the columns; `builtin` for the built-in prose, or `builtin:KIND` for one of `KINDS`; or
             `hub:NAME[:CONFIG[:SPLIT]]` for a dataset on the Hub with one of the columns.
         held_out: whether to judge a model on it: the held-out built-in documents, and a dataset's `test` split,
             else `validation`, else the first. If not, the other documents, and the split `train`, else the first.
@@ -231,14 +237,14 @@ def _read_file(name: str, columns: tuple[str, ...]) -> Iterator[Any]:
         raise UserError(f"text {name} does not exist; give a path, {BUILTIN!r}, or {HUB}NAME")
     if path.stat().st_size == 0:
         raise UserError(f"{name} holds no text")
-    if path.suffix in _TABLES:
+    if (suffix := path.suffix.lower()) in _TABLES:
         with one_line_errors(name):
             from datasets import load_dataset
             from datasets.utils import logging
 
             logging.set_verbosity(logging.CRITICAL)  # its line would stand beside ours
 
-            table = load_dataset(_TABLES[path.suffix], data_files=str(path), split="train", streaming=True)
+            table = load_dataset(_TABLES[suffix], data_files=str(path), split="train", streaming=True)
             yield from _documents(name, table, columns)
         return
     try:

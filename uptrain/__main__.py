@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ..common.output import print_report
 from ..common.progress import show_progress
 from ..common.status import leave, prepare_process, status_of
+from .processes import end_with_launcher
 from .recipe import read_recipe
 
 
@@ -32,4 +33,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     prepare_process()
+    end_with_launcher()
     leave(status_of(main))

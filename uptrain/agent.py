@@ -7,9 +7,12 @@ their own whatever happened, so that wrong input, a full disk and a fault of our
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+
+from .processes import LAUNCHER, end_with_launcher
 
 STOPPED = 128  # and the number of the signal, as a shell says it
 
@@ -56,4 +59,6 @@ LAUNCHERS: dict[str, Callable[[Sequence[str]], None]] = {"accelerate": _accelera
 
 
 if __name__ == "__main__":
+    end_with_launcher()
+    os.environ[LAUNCHER] = str(os.getpid())
     sys.exit(run_launcher(sys.argv[1], sys.argv[2:]))

@@ -139,15 +139,12 @@ def _write(
         if name in replaced:
             output = replace(output, make=partial(_take, replaced[name]))
         outputs.append(output)
-    config = dict(source.config.raw)
-    if dtype:
-        config = {**config, "dtype": FLOATS[dtype]}
     with progress("writing") as advance:
         write_directory(
             source,
             out,
             lay_out(source, outputs, None),
-            config=config,
+            config=dict(source.config.raw),  # of the dtype that it says, the result is exported in the end
             recipe=record,
             dropped=[],
             overwrite=overwrite,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +39,46 @@ class History:
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics; the last may have been cut short by whoever killed the run."""
+    """The lines of a run's metrics, up to one that was cut short by whoever killed the run, or written by another."""
     try:
-        lines = (folder / NAME).read_text().splitlines()
+        lines = (folder / NAME).read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return []
     read = []
     for line in lines:
         try:
-            read.append(json.loads(line))
-        except ValueError:
+            figures = json.loads(line)
+            looks = [figures[name] for name in ("held_out", "reference") if name in figures]
+            whole = isinstance(figures["step"], int) and all(isinstance(look, dict) for look in looks)
+        except (ValueError, TypeError, KeyError):
             break
+        if not whole:
+            break
+        read.append(figures)
     return read
 
 
-def draw(lines: list[dict[str, Any]], title: str, path: Path) -> bool:
-    """Draw training and held-out losses against the tokens read; False if matplotlib is not installed."""
+def draw(lines: list[dict[str, Any]], title: str, path: Path) -> str:
+    """Draw training and held-out losses against the tokens read; returns why there is no picture, if there is none.
+
+    A picture is the last thing that a run should fail at, whatever its fonts make of the names in it.
+    """
     try:
-        from matplotlib.figure import Figure
+        import matplotlib
     except ImportError:
-        return False
+        return "pip install 'kvfold[plots]', and the next run draws one"
+    try:
+        with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _draw(lines, title, path)
+    except Exception as error:
+        return f"matplotlib says: {error}"
+    return ""
+
+
+def _draw(lines: list[dict[str, Any]], title: str, path: Path) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     steps = [line for line in lines if "cross_entropy" in line]
@@ -78,7 +99,6 @@ def draw(lines: list[dict[str, Any]], title: str, path: Path) -> bool:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
-    return True
 
 
 def _dump(line: dict[str, Any]) -> str:

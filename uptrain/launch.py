@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..common.errors import EnvironmentFailure, UserError, did_you_mean
 from ..common.sources import source_kind
-from .processes import is_on
+from .processes import LAUNCHER, is_on
 from .recipe import Recipe, load_yaml, read_recipe
 
 CONFIGS = Path(__file__).parent.parent / "recipes" / "accelerate"
@@ -138,7 +138,7 @@ def launch(command: Command) -> int:
     """Run a command until it ends, and hand on the first signal that asks to stop, so that it can save.
 
     Once only: torchrun kills everything at a second one. For the same reason the command gets a session of its own,
-    or a terminal's Ctrl-C would reach it twice.
+    or a terminal's Ctrl-C would reach it twice. It stops, as at a signal, if this process is killed.
 
     Returns:
         Its exit status; 128 + the signal's number if one was handed on and it did not end well.
@@ -158,7 +158,8 @@ def launch(command: Command) -> int:
     heard = [number for number in _HANDED_ON if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, hand_on) for number in heard}
     try:
-        child = subprocess.Popen(command.argv, env=command.env, start_new_session=True)
+        env = command.env | {LAUNCHER: str(os.getpid())}
+        child = subprocess.Popen(command.argv, env=env, start_new_session=True)
         if got:  # while it was being started
             child.send_signal(_HANDED_ON[signal.Signals(got[0])])
         status = child.wait()

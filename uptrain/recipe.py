@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from ..common.errors import UserError, did_you_mean
 SECTION = "uptrain"  # of a recipe that has one section for each step of a pipeline
 _MOST = 2**53  # more of anything than a machine holds, and exact as a float
 
-_CHOICES = {
+CHOICES = {
     "train": ("attention", "attention+norms", "all"),
     "loss_on": ("all", "assistant"),
     "schedule": ("cosine", "wsd", "linear", "constant"),
@@ -45,12 +46,18 @@ _RANGES: dict[str, _Rule] = {
     **dict.fromkeys(("eval_windows", "log_every", "keep", "processes"), _AT_LEAST_1),
     **dict.fromkeys(("lora_rank", "top_k", "warmup_steps", "weight_decay", "clip", "seed"), _AT_LEAST_0),
     **dict.fromkeys(("eval_every", "save_every"), _AT_LEAST_0),
-    **dict.fromkeys(("lora_alpha", "weights", "temperature", "layer_learning_rate", "learning_rate"), _POSITIVE),
+    **dict.fromkeys(("lora_alpha", "weights", "layer_learning_rate", "learning_rate"), _POSITIVE),
     **dict.fromkeys(("ce_share", "layer_share", "final_lr_share"), _SHARE),
-    **dict.fromkeys(("held_out", "betas"), _BELOW_1),
+    "temperature": (lambda x: 1e-3 <= x <= 1e3, "between 0.001 and 1000"),
+    "held_out": (lambda x: x == 0 or 1e-6 <= x < 1, "0, or at least 1e-6 and below 1"),
+    "betas": _BELOW_1,
     **dict.fromkeys(("alpha", "decay_share"), _PART),
     "window": (lambda x: x >= 2, "at least 2: the first token of a window is not predicted"),
 }
+
+# What may be the path of something of the user's, in which ~ is home.
+_INPUTS = ("model", "teacher", "reference", "init_from", "data", "eval_text")
+_PATHS = (*_INPUTS, "out", "run_dir")
 
 _BUDGETS = ("tokens", "steps", "alpha")
 # What says nothing unless something else is set: the value of the other is what switches it on.
@@ -107,7 +114,7 @@ class Recipe:
         micro_batch_size: windows that a process holds at a time.
         learning_rate: peak learning rate.
         schedule: how the rate falls after the warm-up; ``wsd`` stays up until the last ``decay_share``.
-        warmup_steps: steps over which the rate rises.
+        warmup_steps: steps over which the rate rises, in each stage; None for 20, or a tenth of the stage's if fewer.
         decay_share: share of the steps over which ``wsd`` falls.
         final_lr_share: share of the peak rate that is left at the end.
         weight_decay: AdamW's decoupled weight decay, on matrices only.
@@ -166,7 +173,7 @@ class Recipe:
     micro_batch_size: int = 1
     learning_rate: float = 8e-5
     schedule: str = "cosine"
-    warmup_steps: int = 20
+    warmup_steps: int | None = None
     decay_share: float = 0.2
     final_lr_share: float = 0.0
     weight_decay: float = 0.0
@@ -191,8 +198,11 @@ class Recipe:
         for name, kind in _kinds().items():
             value = getattr(self, name)
             if kind.many and value is not None:  # a caller in Python may give a list
-                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-            _check_value(name, getattr(self, name))
+                value = (value,) if isinstance(value, str) else tuple(value)
+            if name in _PATHS:
+                value = tuple(map(_at_home, value)) if isinstance(value, tuple) else _at_home(value)
+            object.__setattr__(self, name, value)
+            _check_value(name, value)
         _check_budget(self)
         _check_together(self)
         _check_paths(self)
@@ -239,6 +249,8 @@ class Recipe:
         same sums are computed. Plain data, equal to itself after a way through JSON.
         """
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _BESIDE_THE_WEIGHTS}
+        if self.init_from:  # however it is spelt
+            values["init_from"] = str(Path(self.init_from).resolve())
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
@@ -394,18 +406,29 @@ def _scalar(name: str, value: Any, of: type) -> Any:
 
 def _short(value: Any) -> str:
     """A value as it is quoted in an error: a line at most."""
-    said = re.sub(r"\s+", " ", str(value) if isinstance(value, int | float) else repr(value))
+    quoted = repr if isinstance(value, str) else str if isinstance(value, int | float) else reprlib.repr
+    said = re.sub(r"\s+", " ", quoted(value))
     return said if len(said) <= 60 else f"{said[:57]}..."
+
+
+def _at_home(name: Any) -> Any:
+    """A path with ~ written out: in YAML, and behind `=`, no shell does it."""
+    try:
+        return str(Path(name).expanduser()) if isinstance(name, str) and name.startswith("~") else name
+    except RuntimeError:  # nobody of that name lives here
+        return name
 
 
 def _check_value(name: str, value: Any) -> None:
     for one in value if isinstance(value, tuple) else (value,):
+        if isinstance(one, str) and "\0" in one:
+            raise UserError(f"{name} is {_short(one)}, with a NUL in it; write it as text")
         if isinstance(one, int | float) and not (math.isfinite(one) and abs(one) <= _MOST):
             raise UserError(f"{name} is {_short(one)}; there is not so much of anything")
         if name in _RANGES and one is not None and not _RANGES[name][0](one):
             raise UserError(f"{name} is {_short(one)}; it must be {_RANGES[name][1]}")
-        if name in _CHOICES and one not in _CHOICES[name]:
-            raise UserError(f"unknown {name} {one!r}{did_you_mean(str(one), _CHOICES[name])}")
+        if name in CHOICES and one not in CHOICES[name]:
+            raise UserError(f"unknown {name} {one!r}{did_you_mean(str(one), CHOICES[name])}")
         if name == "track" and one not in TRACKERS:
             raise UserError(f"unknown tracker {one!r}{did_you_mean(str(one), TRACKERS)}")
 
@@ -413,8 +436,9 @@ def _check_value(name: str, value: Any) -> None:
 def _check_budget(recipe: Recipe) -> None:
     given = [name for name in _BUDGETS if getattr(recipe, name) is not None]
     if len(given) != 1:
-        said = " and ".join(f"{name} {getattr(recipe, name):,}" for name in given)
-        raise UserError(f"{said or 'no'} budget is given; say how long to train by one of {', '.join(_BUDGETS)}")
+        said = " and ".join(f"{name} {getattr(recipe, name):,}" for name in given) or "no budget"
+        verb = "are" if given else "is"
+        raise UserError(f"{said} {verb} given; say how long to train by one of {', '.join(_BUDGETS)}")
 
 
 def _check_together(recipe: Recipe) -> None:
@@ -427,9 +451,11 @@ def _check_together(recipe: Recipe) -> None:
         raise UserError("data names no text; give a file, builtin or hub:NAME")
     if recipe.weights is not None and len(recipe.weights) != len(recipe.data):
         raise UserError(f"{len(recipe.weights)} weights are given for {len(recipe.data)} texts; give one for each")
-    if len(set(recipe.data)) != len(recipe.data):
-        twice = next(name for name in recipe.data if recipe.data.count(name) > 1)
-        raise UserError(f"data names {twice} twice; give it once, with a weight")
+    for name in ("data", "eval_text"):
+        spelt = {text: str(Path(text).resolve()) if Path(text).exists() else text for text in getattr(recipe, name)}
+        files = [spelt[text] for text in getattr(recipe, name)]
+        if twice := next((text for text in spelt if files.count(spelt[text]) > 1), None):
+            raise UserError(f"{name} names {twice} twice; give it once{', with a weight' * (name == 'data')}")
     if len(recipe.betas) != 2:
         raise UserError(f"{len(recipe.betas)} betas are given; AdamW has two")
     if recipe.lora_rank and recipe.train == "all":
@@ -451,9 +477,18 @@ def _check_paths(recipe: Recipe) -> None:
             raise UserError(f"{name} is empty; is a shell variable unset?")
     if Path(recipe.out).name in ("", ".."):
         raise UserError(f"out {recipe.out} has no name of its own; give the directory to write")
-    out = Path(recipe.out).resolve()
-    for name in ("model", "teacher", "reference", "init_from"):
-        if (value := getattr(recipe, name)) and Path(value).resolve() == out:
-            raise UserError(f"out {recipe.out} is the {name} itself; write the healed model to another directory")
-    if recipe.run_folder.resolve() == out:
+    out, folder = Path(recipe.out).resolve(), recipe.run_folder.resolve()
+    for name in _INPUTS:
+        values = getattr(recipe, name)
+        for value in values if isinstance(values, tuple) else (values,):
+            if value and Path(value).resolve() == out:
+                raise UserError(f"out {recipe.out} is the {name} itself; write the healed model to another directory")
+            if value and Path(value).exists() and Path(value).resolve().is_relative_to(out):
+                raise UserError(f"{name} {value} lies in out {recipe.out}; write the healed model to another directory")
+    if folder == out:
         raise UserError(f"run_dir {recipe.run_dir} is out itself; give them different names")
+    for inner, outer, names in ((folder, out, ("run_dir", "out")), (out, folder, ("out", "run_dir"))):
+        if inner.is_relative_to(outer):
+            raise UserError(f"{names[0]} {inner} lies in {names[1]} {outer}; neither may be in the other")
+    if (folder / "config.json").exists():
+        raise UserError(f"run_dir {folder} is a checkpoint; give the run a folder of its own")

@@ -28,11 +28,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..common.atomic import working_folder
+from ..common.atomic import check_room, working_folder
 from ..common.errors import CheckFailed, EnvironmentFailure, UserError
 from ..common.kvcache import fit_context
 from ..common.loading import load_model, load_tokenizer
@@ -41,7 +42,7 @@ from ..common.status import SIGNALS, Stopped
 from ..convert.directory import check_paths
 from ..convert.source import open_source
 from .data.documents import DataSpec
-from .data.store import Store, build_store
+from .data.store import Store, build_store, forget_others
 from .finish import trainable, write_result
 from .history import PICTURE, History, draw
 from .judge import held_out_losses
@@ -53,12 +54,13 @@ from .processes import check_fsdp, check_world, is_on, join, sharding
 from .recipe import Recipe
 from .schedule import Schedule, course
 from .selection import Selection, attention_modules, merge_adapters, select
-from .state import SHARDED, Checkpoints, clear
+from .state import HASHED, SHARDED, Checkpoints, check_recipe, clear
 from .teacher import Teacher, check_pair
 
 DEFAULT_WINDOW = 2048
+MOST_APART = 0.01  # of a tokenizer's entries, in a teacher's
+_STATE_BYTES = 12  # of a checkpoint, for a trained parameter: itself and two moments in fp32
 _CHECKPOINTS = "checkpoints"
-_TOKENS = "tokens"
 _PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # as accelerate calls them
 _DTYPES = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -73,7 +75,7 @@ class UptrainReport:
         steps, tokens, epochs: how far the run went; tokens read, and passes over the training text.
         processes, precision, sharding: how.
         held_out_before, held_out, reference: nats a token on text that was not trained on, by text: before the first
-            step, after the last, and of the reference, if there is one.
+            step (empty if that was lost), after the last, and of the reference, if there is one.
         tokens_per_second: of the steps that this process took; 0 if it took none.
         resumed_from: the step that a checkpoint was taken up at; 0 if the run began.
         run_dir: where checkpoints and metrics are.
@@ -155,6 +157,7 @@ class Run:
             stack.enter_context(working_folder(self.folder))
             (self.folder / _CHECKPOINTS).mkdir(exist_ok=True)
             clear(self.folder / _CHECKPOINTS)
+            check_recipe(self.folder / _CHECKPOINTS, _said(recipe))
         workers.wait()
         self.source = stack.enter_context(
             trainable(recipe.model, recipe.revision, self.folder, workers=workers, progress=progress)
@@ -173,7 +176,9 @@ class Run:
         objective = Objective(recipe.temperature, recipe.ce_share, recipe.top_k)
         trainee = Trainee(student, objective, self.selection.attention)
         names = [f"model.{name}" for name in self.selection.parameters]
-        if recipe.init_from:
+        self.checkpoints = Checkpoints(self.folder / _CHECKPOINTS, self.identity, self.accelerator, names, recipe.keep)
+        self.saved = self.checkpoints.latest(self.say)
+        if recipe.init_from and not self.saved:
             load_weights(trainee, Path(recipe.init_from), names)
         self.training = Training(
             trainee,
@@ -183,7 +188,6 @@ class Run:
             self.accelerator,
             teacher,
         )
-        self.checkpoints = Checkpoints(self.folder / _CHECKPOINTS, self.identity, self.accelerator, names, recipe.keep)
         self.resumed_from, self.seconds = 0, 0.0
 
     def _tokens(self) -> Store:
@@ -201,9 +205,7 @@ class Run:
             needed_windows=self.steps * recipe.batch_size,
         )
         with self.progress("reading the texts"):
-            return build_store(
-                self.folder / _TOKENS, load_tokenizer(str(self.source.folder)), spec, self.source.config.full
-            )
+            return build_store(self.folder, load_tokenizer(str(self.source.folder)), spec, self.source.config.full)
 
     def _check_digests(self) -> None:
         """Refuse processes that have read other texts: their machines differ.
@@ -214,7 +216,7 @@ class Run:
         ours = torch.tensor([int(self.store.digest[:12], 16)], device=self.accelerator.device)
         if len(self.accelerator.gather(ours).unique()) > 1:
             raise EnvironmentFailure(
-                f"the processes hold different tokens in {self.folder / _TOKENS}; give all machines the same texts, or "
+                f"the processes hold different tokens in {self.folder}; give all machines the same texts, or "
                 "a run_dir that they share"
             )
 
@@ -223,6 +225,7 @@ class Run:
         sharded = is_on("ACCELERATE_USE_FSDP") or is_on("ACCELERATE_USE_DEEPSPEED")
         if sharded and recipe.lora_rank:
             raise UserError("adapters are small enough for every device; leave lora_rank or the sharding out")
+        torch.manual_seed(recipe.seed)  # adapters begin at random
         # What is sharded afterwards is loaded to the host.
         student = load_model(self.source.folder, dtype="float32", device="cpu" if sharded else device)
         if recipe.reset_positions:
@@ -240,8 +243,30 @@ class Run:
             return None
         teacher = self._other(self.recipe.teacher, self.recipe.teacher_revision)
         layers = bool(self.recipe.layer_share)
-        check_pair(student, teacher, layers=layers)
+        self._check_other(self.recipe.teacher, self.recipe.teacher_revision, teacher, layers=layers)
         return Teacher(teacher, attention_modules(teacher) if layers else ())
+
+    def _check_other(self, name: str, revision: str | None, model: Any, *, layers: bool = False) -> None:
+        """Refuse a teacher or reference that is not about the same text.
+
+        Raises:
+            UserError: its size does not fit, see `check_pair`; or it means other tokens by the same numbers. A few may
+                differ: instruct models name some that their base model left unused.
+        """
+        config = self.source.config.full.get_text_config(decoder=True)
+        check_pair(name, config, model.config.get_text_config(decoder=True), layers=layers, window=self.window)
+        try:
+            with open_source(name, revision=revision) as source:
+                theirs = load_tokenizer(str(source.folder)).get_vocab()
+        except UserError:  # it came without one
+            return
+        ours = load_tokenizer(str(self.source.folder)).get_vocab()
+        apart = sum(theirs.get(token) != number for token, number in ours.items())
+        if apart > MOST_APART * len(ours):
+            raise UserError(
+                f"{name} has another tokenizer: {apart:,} of {len(ours):,} tokens have another number there; use a "
+                "model of the same tokenizer"
+            )
 
     def _other(self, name: str, revision: str | None = None) -> Any:
         """A model that is only run, in the precision of the run."""
@@ -260,10 +285,13 @@ class Run:
         """Take up the last checkpoint that is whole; without one, judge the model as it came in.
 
         Raises:
-            UserError: the checkpoint is of another recipe.
             CheckFailed: the model predicts text no better than a guess.
+            EnvironmentFailure: there is no room for checkpoints.
         """
-        saved = self.checkpoints.latest(self.say)
+        saved = self.saved
+        if self.is_main:
+            forget_others(self.folder, self.store)
+            check_room(self.folder, _STATE_BYTES * self.trained)
         if saved:
             self.checkpoints.restore(saved)
             self.training.step = self.resumed_from = saved.step
@@ -276,13 +304,22 @@ class Run:
         if not saved:
             self.reference = self._reference_losses()
             self.check_start(self.look(0))
+        elif saved.step == self.steps and not any(look["step"] == saved.step for look in self.looks):
+            self.look(saved.step)  # what was written down is lost
 
     def _reference_losses(self) -> dict[str, float]:
         teacher, name = self.training.teacher, self.recipe.reference
         if not teacher and not name:
             return {}
-        model = self._other(name) if name else teacher.model
-        return self._judge(Trainee(model))
+        if name:
+            model = self._other(name)
+            self._check_other(name, None, model)
+        else:
+            name, model = self.recipe.teacher, teacher.model
+        losses = self._judge(Trainee(model))
+        if broken := [text for text, loss in losses.items() if not math.isfinite(loss)]:
+            raise CheckFailed(f"the loss of {name} on {broken[0]} is no number; take another model to compare with")
+        return losses
 
     def _judge(self, model: nn.Module) -> dict[str, float]:
         return held_out_losses(
@@ -313,13 +350,35 @@ class Run:
         Raises:
             CheckFailed: so it does.
         """
-        guess = math.log(self.source.config.full.get_text_config(decoder=True).vocab_size)
-        name, loss = max(losses.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf)
-        if not loss < guess:
+        name, loss, guess = self._worst(losses)
+        if loss < guess:
+            return
+        model, before = self.recipe.model, self.reference.get(name, 0.0)
+        why = f"{model} is broken; kvfold verify SOURCE {model} names the first bad layer"
+        if not before < guess:
+            why = f"the reference has {before:.2f}, so it is not the conversion: are model, tokenizer and text a match?"
+        raise CheckFailed(
+            f"before training the loss on {name} is {loss:.2f} nats a token, a guess has {guess:.2f}: {why}"
+        )
+
+    def check_end(self, losses: dict[str, float], last: bool) -> None:
+        """Refuse to save, or to write, what training has broken.
+
+        Raises:
+            CheckFailed: the loss is no number, or, at the end, not below that of a guess.
+        """
+        name, loss, guess = self._worst(losses)
+        if not loss < (guess if last else math.inf):
             raise CheckFailed(
-                f"before training the loss on {name} is {loss:.2f} nats a token, a guess has {guess:.2f}: "
-                f"{self.recipe.model} is broken; kvfold verify SOURCE {self.recipe.model} names the first bad layer"
+                f"training has broken the model: after step {self.training.step} the loss on {name} is {loss:.2f} nats "
+                f"a token, a guess has {guess:.2f}; nothing was written: lower the learning rate, in another run_dir"
             )
+
+    def _worst(self, losses: dict[str, float]) -> tuple[str, float, float]:
+        """The text with the largest loss, that, and the loss of a guess; what is no number is the largest."""
+        guess = math.log(self.source.config.full.get_text_config(decoder=True).vocab_size)
+        name = max(losses, key=lambda text: losses[text] if math.isfinite(losses[text]) else math.inf)
+        return name, losses[name], guess
 
     def train(self) -> None:
         """Take the steps that are left.
@@ -339,7 +398,7 @@ class Run:
                 self._write_down(done, speed)
                 last = done.step == self.steps
                 if last or (recipe.eval_every and done.step % recipe.eval_every == 0):
-                    self.look(done.step)
+                    self.check_end(self.look(done.step), last)
                 stopped = self._agreed(asked)
                 if last or stopped or (recipe.save_every and done.step % recipe.save_every == 0):
                     self.checkpoints.save(done.step)
@@ -370,8 +429,6 @@ class Run:
         report = self._report()
         if self.is_main:
             assert self.history is not None
-            if not draw(self.history.lines, Path(self.recipe.out).name, self.folder / PICTURE):
-                self.say(f"no {PICTURE} was drawn; pip install 'kvfold[plots]', and the next run draws one")
             write_result(
                 self.recipe,
                 self.source,
@@ -380,6 +437,8 @@ class Run:
                 record={"command": "uptrain", **self._published(), "held_out": report.held_out},
                 progress=self.progress,
             )
+            if why_not := draw(self.history.lines, Path(self.recipe.out).name, self.folder / PICTURE):
+                self.say(f"no {PICTURE} was drawn: {why_not}")
         self.accelerator.wait_for_everyone()
         if self.recipe.track:
             self.accelerator.end_training()
@@ -403,7 +462,7 @@ class Run:
         """The run's identity without paths of this machine, of which the last part is kept."""
         names = {name: _last_part(getattr(self.recipe, name)) for name in ("model", "teacher", "init_from")}
         texts = [_last_part(text) for text in self.recipe.data]
-        hashes = {f"{name}_digest": self.identity[name] for name in ("model", "teacher", "data")}
+        hashes = {f"{name}_digest": self.identity[name] for name in HASHED}
         return self.identity | names | hashes | {"data": texts}
 
     def _report(self) -> UptrainReport:
@@ -421,7 +480,7 @@ class Run:
             processes=accelerator.num_processes,
             precision=self.precision,
             sharding=sharding(),
-            held_out_before=self.looks[0]["held_out"],
+            held_out_before=next((look["held_out"] for look in self.looks if look["step"] == 0), {}),
             held_out=self.looks[-1]["held_out"],
             reference=self.reference,
             tokens_per_second=taken / self.seconds if self.seconds else 0.0,
@@ -452,6 +511,12 @@ class Run:
     def say(self, line: str) -> None:
         if self.is_main:
             print(f"kvfold: {line}", file=sys.stderr, flush=True)
+
+
+def _said(recipe: Recipe) -> dict[str, Any]:
+    """What a recipe says of its run's identity by itself, see `Run._identity`."""
+    derived = {*HASHED, "precision", *(name for name in ("steps", "window") if getattr(recipe, name) is None)}
+    return {name: value for name, value in recipe.identity().items() if name not in derived}
 
 
 def knobs_of(recipe: Recipe, steps: int) -> LoopKnobs:
@@ -496,7 +561,10 @@ def load_weights(trainee: nn.Module, folder: Path, names: Sequence[str]) -> None
     path = folder / "model.safetensors"
     if not path.is_file():
         raise UserError(f"init_from {folder} has no {path.name}; give a checkpoint of a run that was not sharded")
-    weights = {name.removeprefix("module."): tensor for name, tensor in load_file(path).items()}
+    try:
+        weights = {name.removeprefix("module."): tensor for name, tensor in load_file(path).items()}
+    except SafetensorError as error:
+        raise UserError(f"init_from {folder} is damaged ({error}); give a checkpoint that is whole") from None
     if missing := [name for name in names if name not in weights] or sorted(weights.keys() - set(names)):
         raise UserError(f"init_from {folder} was trained with other parameters, such as {missing[0]}; use its recipe")
     with torch.no_grad():
@@ -522,7 +590,9 @@ def _precision(asked: str, device: str) -> str:
     """The mixed precision of a run, as accelerate calls it."""
     if asked != "auto":
         return _PRECISIONS[asked]
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+    if launched not in _DTYPES:
+        raise UserError(f"mixed_precision {launched} of the accelerate config is not supported; say bf16, fp16 or no")
     if launched != "no":
         return launched
     return "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "no"

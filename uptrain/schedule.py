@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from ..common.errors import UserError, did_you_mean
 
+WARMUP = 20  # steps
+
 # How much of the way from the peak to the final rate is still ahead when a share of the steps after the warm-up,
 # 0 to 1, is done; `decay` is the share in which WSD (arXiv 2404.06395) goes down.
 SCHEDULES: dict[str, Callable[[float, float], float]] = {
@@ -28,6 +30,7 @@ class Schedule:
     Attributes:
         kind: a key of `SCHEDULES`.
         warmup: steps over which the rate rises linearly from near zero: AdamW's second moments are noise before that.
+            None for 20, or a tenth of the steps if that is less.
         decay_share: the last share of the steps, in which `wsd` decays.
         final_share: of the peak, what is left at the end.
 
@@ -36,14 +39,14 @@ class Schedule:
     """
 
     kind: str = "cosine"
-    warmup: int = 20
+    warmup: int | None = None
     decay_share: float = 0.2
     final_share: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in SCHEDULES:
             raise UserError(f"unknown schedule {self.kind!r}{did_you_mean(self.kind, SCHEDULES)}")
-        if self.warmup < 0:
+        if self.warmup is not None and self.warmup < 0:
             raise UserError(f"warmup_steps is {self.warmup}; it must be at least 0")
         if not 0 < self.decay_share <= 1:
             raise UserError(f"decay_share is {self.decay_share}; it must be more than 0 and at most 1")
@@ -52,9 +55,10 @@ class Schedule:
 
     def factor(self, step: int, steps: int) -> float:
         """Share of the peak that step `step`, counted from 0, of `steps` learns with."""
-        if step < self.warmup:
-            return (step + 1) / self.warmup
-        left = SCHEDULES[self.kind]((step - self.warmup) / max(1, steps - self.warmup), self.decay_share)
+        warmup = min(WARMUP, steps // 10) if self.warmup is None else self.warmup
+        if step < warmup:
+            return (step + 1) / warmup
+        left = SCHEDULES[self.kind]((step - warmup) / max(1, steps - warmup), self.decay_share)
         return self.final_share + (1 - self.final_share) * left
 
 

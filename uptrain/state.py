@@ -8,7 +8,9 @@ learning rate too.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -25,11 +27,14 @@ from ..common.errors import EnvironmentFailure, UserError
 from ..convert.sidefiles import hash_files
 
 MARKER = "kvfold_state.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED)
 _KINDS = {"whole": "not sharded", "fsdp": "sharded by FSDP", "deepspeed": "sharded by DeepSpeed"}
 _PREFIX = "step-"
+_NAME = re.compile(rf"{_PREFIX}\d{{8}}")  # what else lies there is the user's
 _DAMAGED = ".damaged"
+
+HASHED = ("model", "teacher", "data")  # of an identity, known by what they hold
 
 Say = Callable[[str], None]
 
@@ -81,7 +86,7 @@ class Checkpoints:
         Raises:
             OSError: the disk failed; the earlier checkpoints are still there.
         """
-        out = self.folder / f"{_PREFIX}{step:08d}"
+        out = self.folder / _name(step)
         if out.exists():
             return
         accelerator = self.accelerator
@@ -99,7 +104,7 @@ class Checkpoints:
                     "identity": self.identity,
                     "files": hash_files(staging, names, hashing=True),
                 }
-                (staging / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
+                (staging / MARKER).write_text(json.dumps(marker | {"hash": _hash(marker)}, indent=2) + "\n")
         if accelerator.is_main_process:
             for old in _folders(self.folder)[: -self.keep]:
                 shutil.rmtree(old)
@@ -147,16 +152,7 @@ class Checkpoints:
         self.accelerator.load_state(str(saved.folder), **({"strict": False} if self._partial else {}))
 
     def _check(self, folder: Path, marker: dict[str, Any]) -> None:
-        theirs = marker["identity"]
-        changed = [key for key in {**theirs, **self.identity} if theirs.get(key) != self.identity.get(key)]
-        if changed:
-            key = changed[0]
-            also = f" (and {', '.join(changed[1:])})" if changed[1:] else ""
-            raise UserError(
-                f"{folder} is of another recipe: {key} was {_short(theirs.get(key))} and is "
-                f"{_short(self.identity.get(key))}{also}; take the recipe back, choose another run_dir, or start anew "
-                f"with init_from={folder}"
-            )
+        compare(folder, marker["identity"], self.identity)
         if marker["processes"] != (now := self.accelerator.num_processes):
             raise UserError(
                 f"{folder} was saved by {marker['processes']} processes and there are {now} now; launch as many again"
@@ -168,6 +164,43 @@ class Checkpoints:
             )
 
 
+def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
+    """Refuse a recipe that the last checkpoint in `folder` is not of, before anything is read or loaded.
+
+    Args:
+        recipe: what the recipe itself says of `Checkpoints.identity`; what is not in it is not compared.
+
+    Raises:
+        UserError: it is of another recipe; the message names the keys that differ.
+    """
+    for saved in reversed(_folders(folder)):
+        try:
+            theirs = json.loads((saved / MARKER).read_bytes())["identity"]
+            theirs = {key: theirs[key] for key in recipe}
+        except (OSError, ValueError, KeyError, TypeError):  # `latest` says what is wrong with it
+            continue
+        compare(saved, theirs, json.loads(json.dumps(recipe)))
+        return
+
+
+def compare(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another recipe.
+
+    Raises:
+        UserError: so it is.
+    """
+    changed = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
+    if not changed:
+        return
+    key = changed[0]
+    how = "is another" if key in HASHED else f"was {_short(theirs.get(key))} and is {_short(ours.get(key))}"
+    also = f" (and {', '.join(changed[1:])})" if changed[1:] else ""
+    raise UserError(
+        f"{folder} is of another recipe: {key} {how}{also}; take the recipe back, or choose another run_dir (and "
+        f"init_from={folder} to begin with its weights)"
+    )
+
+
 def _read(folder: Path) -> tuple[dict[str, Any], str]:
     """A checkpoint's marker, and what is wrong with the checkpoint.
 
@@ -176,11 +209,18 @@ def _read(folder: Path) -> tuple[dict[str, Any], str]:
     """
     try:
         marker = json.loads((folder / MARKER).read_bytes())
-        files, step = marker["files"], int(marker["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+        version, said = marker["format_version"], marker.pop("hash", None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}, f"its {MARKER} cannot be read"
-    if marker.get("format_version") != FORMAT_VERSION:
-        raise UserError(f"{folder} has format {marker.get('format_version')}, which this kvfold does not know")
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{folder} has format {_short(version)}, which this kvfold does not know; choose another run_dir"
+        )
+    if said != _hash(marker):
+        return {}, f"its {MARKER} has changed"
+    files, step = marker["files"], marker["step"]
+    if folder.name != _name(step):
+        return {}, f"it is that of step {step}"
     if gone := [name for name in files if not (folder / name).exists()]:
         if any("optim" in name for name in gone):
             raise UserError(
@@ -205,7 +245,15 @@ def _written_by_main(out: Path, is_main: bool) -> Iterator[Path]:
 
 def _folders(folder: Path) -> list[Path]:
     """All checkpoints, oldest first."""
-    return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.suffix != _DAMAGED and path.is_dir())
+    return sorted(path for path in folder.glob(f"{_PREFIX}*") if _NAME.fullmatch(path.name) and path.is_dir())
+
+
+def _name(step: int) -> str:
+    return f"{_PREFIX}{step:08d}"
+
+
+def _hash(marker: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(marker, sort_keys=True).encode()).hexdigest()
 
 
 def clear(folder: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..common.errors import UserError
+from ..common.kvcache import context_length
 from ..common.scoring import head_logits, hidden_states
 
 
@@ -62,26 +63,28 @@ class Teacher:
         return TeacherView(hidden, tuple(outputs), self.model)
 
 
-def check_pair(student: Any, teacher: Any, *, layers: bool) -> None:
-    """Refuse a teacher that this student cannot learn from.
+def check_pair(name: str, ours: Any, theirs: Any, *, layers: bool, window: int) -> None:
+    """Refuse a teacher that a student cannot learn from, or be compared with.
 
     Args:
-        student, teacher: causal language models.
+        name: what the user calls the teacher.
+        ours, theirs: the text configs of student and teacher.
         layers: whether attention outputs are to be matched too, one by one.
+        window: tokens that both are to read at a time.
 
     Raises:
-        UserError: the vocabularies differ, or, for layers, their number or the hidden size.
+        UserError: the vocabularies differ, or, for layers, their number or the hidden size; or the teacher's context
+            is shorter than the window.
     """
-    wanted = {"vocab_size": "use a teacher of the same tokenizer"}
+    wanted = {"vocab_size": "use a model of the same tokenizer"}
     if layers:
         way_out = "layer_share=0 does without matching layers"
         wanted |= {"num_hidden_layers": way_out, "hidden_size": way_out}
-    ours, theirs = (model.config.get_text_config(decoder=True) for model in (student, teacher))
-    for name, way_out in wanted.items():
-        if getattr(ours, name) != getattr(theirs, name):
-            raise UserError(
-                f"the teacher's {name} is {getattr(theirs, name)}, the student's {getattr(ours, name)}; {way_out}"
-            )
+    for key, way_out in wanted.items():
+        if getattr(ours, key) != getattr(theirs, key):
+            raise UserError(f"{name} has {key} {getattr(theirs, key)}, the student {getattr(ours, key)}; {way_out}")
+    if window > (context := context_length(theirs) or window):
+        raise UserError(f"{name} has a context of {context} tokens, and a window {window}; lower window")
 
 
 @contextmanager

@@ -138,9 +138,9 @@ def export(
         eps=norm.eps,
         latent_scales=tuple(neutral_scale(size, norm) for size in latent_sizes),
         tied_head="lm_head.weight" not in tensors,
-        dtype=_plain_dtype(tensors) if dtype else None,
+        dtype=_declared_dtype(plain, tensors) if dtype else None,
     )
-    written = _stock_config(config, form, rope, config.mla_bias, _dtype_name(tensors, dtype))
+    written = _stock_config(config, form, rope, config.mla_bias, dtype or _main_dtype(tensors))
     rank = _query_rank(config, plain, written, readers, q_rank)
     if rank:
         sizes_in = [_largest_input(tensors, plain, layer, rank, config) for layer in range(layers)]
@@ -288,11 +288,12 @@ def _stock_config(config: Any, form: Form, rope: Mapping[str, Any], biased: bool
     }
 
 
-def _dtype_name(tensors: Mapping[str, Output], dtype: str | None) -> str:
-    return dtype or _plain_dtype(tensors)
+def _declared_dtype(plain: PlainModel, tensors: Mapping[str, Output]) -> str:
+    """What the plain model says that it is in: its tensors may be wider, as those are that training has left."""
+    return plain.config.get("dtype") or plain.config.get("torch_dtype") or _main_dtype(tensors)
 
 
-def _plain_dtype(tensors: Mapping[str, Output]) -> str:
+def _main_dtype(tensors: Mapping[str, Output]) -> str:
     """What most of the weights are in."""
     count: dict[str, int] = {}
     for out in tensors.values():

@@ -10,7 +10,7 @@ import torch
 
 from kvfold.common import parallel
 from kvfold.common.errors import EnvironmentFailure
-from kvfold.common.parallel import Workers, is_main_process
+from kvfold.common.parallel import Workers, is_first_here, is_main_process
 
 SCRIPT = """
 import sys, torch
@@ -42,10 +42,28 @@ def test_one_process():
 
 
 def test_the_launcher_names_the_main_process(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    assert is_main_process()
-    monkeypatch.setenv("RANK", "1")
-    assert not is_main_process()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, is_first in (("RANK", is_main_process), ("LOCAL_RANK", is_first_here)):
+        monkeypatch.setenv(name, "0")
+        assert is_first()
+        monkeypatch.setenv(name, "1")
+        assert not is_first()
+
+
+@pytest.mark.parametrize("size", [None, "", "1"])
+def test_a_number_that_was_left_behind_says_nothing_to_one_process(monkeypatch, size):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "3")
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    assert is_main_process() and is_first_here()
+    assert Workers("cpu").size == 1
+
+
+def test_a_size_that_is_no_number(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(EnvironmentFailure, match="WORLD_SIZE is 'two', which is not a number; unset it"):
+        Workers("cpu")
 
 
 def test_two_processes(tmp_path):

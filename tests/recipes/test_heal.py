@@ -112,7 +112,7 @@ def test_the_curves_from_command_to_picture(tmp_path, short_text, monkeypatch, c
     monkeypatch.setattr(curves, "BUILTIN", str(short_text))  # which takes seconds to read
     picture = tmp_path / "curves.svg"
     command = ["--cache", str(tmp_path / "cache"), "--only", "mean", "--only", "mla", "--tokens", "512"]
-    curves.main([*command, "--learning-rate", "3e-3", "--plot", str(picture)])
+    curves.main([*command, "--learning-rate", "5e-4", "--plot", str(picture)])
     said = capsys.readouterr()
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in said.out.splitlines() if line[0] == "|"]
     assert rows[0][2:8] == ["0 tokens", "32 tokens", "64 tokens", "128 tokens", "256 tokens", "512 tokens"]
@@ -122,12 +122,12 @@ def test_the_curves_from_command_to_picture(tmp_path, short_text, monkeypatch, c
     assert float(rows[3][7]) < float(rows[3][2]), "sixteen steps of so large a rate heal some of it"
     assert picture.stat().st_size > 1000
     kept = {path.name for path in (tmp_path / "cache" / "curves").iterdir()}
-    assert {"mean-1", "mean-1-512-0.003", "mla-1", "mla-1-512-0.003"} <= kept
-    config = json.loads((tmp_path / "cache" / "curves" / "mla-1-512-0.003" / "config.json").read_text())
+    assert {"mean-1", "mean-1-512-0.0005", "mla-1", "mla-1-512-0.0005"} <= kept
+    config = json.loads((tmp_path / "cache" / "curves" / "mla-1-512-0.0005" / "config.json").read_text())
     assert config["model_type"] != "deepseek_v3", "the plain form was trained"
 
     monkeypatch.setattr("subprocess.Popen", None)  # nothing may be started
-    curves.main([*command, "--learning-rate", "3e-3"])
+    curves.main([*command, "--learning-rate", "5e-4"])
     assert capsys.readouterr().out == said.out
     with pytest.raises(TypeError):
         curves.main([*command, "--learning-rate", "2e-3"])

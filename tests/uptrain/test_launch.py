@@ -160,6 +160,44 @@ def test_a_child_that_the_system_kills():
         launch(script("import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process")
+@pytest.mark.parametrize("kill_first", [False, True])
+def test_a_run_ends_with_its_launcher(tmp_path, kill_first):
+    """Even with one that is killed, and even if that happens before the run has begun."""
+    work = tmp_path / "run.py"
+    work.write_text(
+        "import os, time\nfrom pathlib import Path\n"
+        "from kvfold.common.status import Stopped, prepare_process\n"
+        "from kvfold.uptrain.processes import end_with_launcher\n"
+        f"here = Path({str(tmp_path)!r})\n"
+        "prepare_process()\n"
+        "try:\n"
+        "    (here / 'begun').touch()\n"
+        f"    while {kill_first} and not (here / 'killed').exists(): time.sleep(0.05)\n"
+        "    end_with_launcher(); (here / 'up').touch(); time.sleep(60)\n"
+        "except Stopped: (here / 'stopped').touch()\n"
+    )
+    text = (
+        "import os, sys\nfrom kvfold.uptrain.launch import Command, launch\n"
+        f"launch(Command((sys.executable, {str(work)!r}), dict(os.environ)))\n"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", text])
+    wait_for(tmp_path / ("begun" if kill_first else "up"))
+    launcher.kill()
+    launcher.wait()
+    (tmp_path / "killed").touch()
+    wait_for(tmp_path / "stopped")
+    assert kill_first != (tmp_path / "up").exists()
+
+
+def wait_for(path):
+    for _ in range(1200):
+        if path.exists():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{path} never came")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_is_handed_on_once_and_waited_for(tmp_path, number):
     text = (

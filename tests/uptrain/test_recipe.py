@@ -143,7 +143,7 @@ def test_a_wrong_pair(pair, said):
     ("values", "said"),
     [
         ({"steps": None}, "no budget is given"),
-        ({"tokens": 5}, "tokens 5 and steps 10 budget is given"),
+        ({"tokens": 5}, "tokens 5 and steps 10 are given"),
         ({"steps": None, "alpha": 0.05}, "alpha 0.05 says nothing without pretrain_tokens"),
         ({"pretrain_tokens": 5}, "pretrain_tokens 5 says nothing without alpha"),
         ({"steps": 0}, "steps is 0; it must be at least 1"),
@@ -173,6 +173,11 @@ def test_a_wrong_pair(pair, said):
         ({"out": ""}, "out is empty"),
         ({"out": ".."}, "no name of its own"),
         ({"run_dir": "o/"}, "run_dir o/ is out itself"),
+        ({"run_dir": "o/run"}, r"run_dir /.*o/run lies in out /.*o; neither"),
+        ({"out": "r/checkpoints", "run_dir": "r"}, r"out /.*r/checkpoints lies in run_dir /.*r; neither"),
+        ({"data": ("a\0",)}, "with a NUL in it"),
+        ({"held_out": 1e-20}, "held_out is 1e-20; it must be 0, or at least 1e-6"),
+        ({"teacher": "t", "temperature": 1e-300}, "temperature is 1e-300; it must be between 0.001 and 1000"),
         ({"warmup_steps": -1}, "warmup_steps is -1"),
         ({"keep": 0}, "keep is 0"),
     ],
@@ -182,11 +187,53 @@ def test_values_that_cannot_be(values, said):
         Recipe(**{"model": "m", "out": "o", "steps": 10} | values)
 
 
+def test_no_input_lies_in_out(tmp_path, monkeypatch):
+    """Or replacing `out` would remove it."""
+    monkeypatch.chdir(tmp_path)
+    for path in ("o/inner", "beside"):
+        (tmp_path / path).mkdir(parents=True)
+        (tmp_path / path / "text").write_text("x")
+    usual = {"model": "beside", "out": "o", "steps": 1, "overwrite": True}
+    for name in ("model", "teacher", "reference", "init_from"):
+        with pytest.raises(UserError, match=f"{name} o/inner lies in out o; write the healed model to another"):
+            Recipe(**usual | {name: "o/inner"})
+    for name in ("data", "eval_text"):
+        with pytest.raises(UserError, match=f"{name} o/inner/text lies in out o"):
+            Recipe(**usual | {name: ("beside/text", "o/inner/text")})
+    (tmp_path / "beside" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"run_dir .*beside is a checkpoint; give the run a folder of its own"):
+        Recipe(**usual | {"run_dir": "beside"})
+
+
+def test_one_file_under_two_names_is_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").write_text("x")
+    with pytest.raises(UserError, match=r"data names \./a twice; give it once, with a weight|data names a twice"):
+        Recipe(model="m", out="o", steps=1, data=("a", "./a"))
+
+
+def test_home_is_written_out(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    recipe = Recipe(model="~/m", out="~/o", steps=1, data=("~/t", "hub:a"), teacher="~nobody-of-that-name/t")
+    assert (recipe.model, recipe.out, recipe.data) == ("/home/me/m", "/home/me/o", ("/home/me/t", "hub:a"))
+    assert recipe.teacher == "~nobody-of-that-name/t"
+
+
+def test_a_bomb_of_anchors_is_named_in_a_line(tmp_path):
+    lists = ["&a0 [x, x, x, x, x, x, x, x, x]"]
+    lists += [f"&a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    anchors = "".join(f"  - {each}\n" for each in lists)
+    (tmp_path / "bomb.yaml").write_text(f"model: m\nout: o\nsteps: 1\ndata:\n{anchors}")
+    with pytest.raises(UserError, match=r"data is .*; it must be text") as caught:
+        read_recipe(tmp_path / "bomb.yaml")
+    assert len(str(caught.value)) < 300
+
+
 def test_every_number_has_a_range_and_every_rule_a_field():
     kinds = module._kinds()
     numbers = {name for name, kind in kinds.items() if kind.of in (int, float)}
     assert set(module._RANGES) == numbers
-    named = {*module._CHOICES, *module._NEEDS, *module._NEEDS.values(), *module._BESIDE_THE_WEIGHTS}
+    named = {*module.CHOICES, *module._NEEDS, *module._NEEDS.values(), *module._BESIDE_THE_WEIGHTS}
     assert named <= set(kinds)
 
 

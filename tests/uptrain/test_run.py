@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from kvfold.common.errors import CheckFailed, UserError
 from kvfold.common.status import Stopped
@@ -273,6 +273,98 @@ def test_a_broken_model_is_not_trained(text, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_reference_that_is_no_better_is_named_instead(text, tmp_path):
+    source = micro_checkpoint(tmp_path / "source", initializer_range=1.0)
+    with pytest.raises(CheckFailed, match=r"the reference has \d+\.\d+, so it is not the conversion"):
+        uptrain(micro_recipe(source, text, tmp_path / "out", reference=str(source)))
+
+
+@pytest.mark.parametrize(("rate", "loss"), [(1.0, r"\d+\.\d+"), (1e12, "nan")])
+def test_what_training_has_broken_is_not_written(source, text, tmp_path, rate, loss):
+    recipe = micro_recipe(source, text, tmp_path / "out", learning_rate=rate, warmup_steps=0, steps=1)
+    with pytest.raises(CheckFailed, match=rf"training has broken the model: after step 1 the loss .* is {loss} nats"):
+        uptrain(recipe)
+    assert not (tmp_path / "out").exists() and not checkpoints(tmp_path / "out")
+
+
+def test_a_broken_reference_is_told_before_the_first_step(source, text, tmp_path):
+    broken = micro_checkpoint(tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][:] = torch.nan
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckFailed, match=r"the loss of .*broken on .* is no number"):
+        uptrain(micro_recipe(source, text, tmp_path / "out", reference=str(broken)))
+
+
+@pytest.mark.parametrize("role", ["teacher", "reference"])
+@pytest.mark.parametrize(("change", "said"), [
+    ({"vocab_size": 2049}, "other has vocab_size 2049, the student 2048; use a model of the same tokenizer"),
+    ({"max_position_embeddings": 16}, "other has a context of 16 tokens, and a window 32; lower window"),
+    ("tokenizer", r"other has another tokenizer: 2,0\d\d of 2,048 tokens have another number"),
+])  # fmt: skip
+def test_a_model_that_is_not_about_the_same_text(source, text, tmp_path, role, change, said):
+    other = micro_checkpoint(tmp_path / "other", **(change if isinstance(change, dict) else {}))
+    if change == "tokenizer":
+        path = other / "tokenizer.json"
+        table = json.loads(path.read_text())
+        order = list(table["model"]["vocab"])
+        table["model"]["vocab"] = {token: place for place, token in enumerate(reversed(order))}
+        table["added_tokens"] = []
+        path.write_text(json.dumps(table))
+    with pytest.raises(UserError, match=said):
+        uptrain(micro_recipe(source, text, tmp_path / "out", **{role: str(other)}))
+
+
+def test_a_run_that_could_not_begin_leaves_no_folder(source, tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        uptrain(micro_recipe(source, tmp_path / "nowhere", tmp_path / "deep" / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_text_that_changed_is_noticed(source, stopped_at_20, text, tmp_path):
+    other = micro_text(tmp_path)
+    rows = other.read_text().splitlines()
+    other.write_text("\n".join(rows[:-3]))
+    with pytest.raises(UserError, match="is of another recipe: data is another"):
+        uptrain(dataclasses.replace(stopped_at_20, data=(str(other),)))
+    other.write_text("\n".join(rows))
+    assert uptrain(dataclasses.replace(stopped_at_20, data=(str(other),))).resumed_from == 20, "it is known by content"
+
+
+def test_metrics_that_are_lost_do_not_stop_a_run(stopped_at_20, undisturbed, tmp_path):
+    (tmp_path / "out.run" / "metrics.jsonl").write_text("3\n")
+    report = uptrain(stopped_at_20)
+    assert report.held_out_before == {} and report.held_out
+    ours, theirs = load_file(tmp_path / "out" / "model.safetensors"), load_file(undisturbed / "model.safetensors")
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    (tmp_path / "out.run" / "metrics.jsonl").unlink()
+    again = uptrain(dataclasses.replace(stopped_at_20, overwrite=True))
+    assert (again.resumed_from, again.held_out) == (STEPS, report.held_out)
+
+
+def test_weights_to_begin_with_are_read_once(stopped_at_20, tmp_path):
+    last = checkpoints(tmp_path / "out")[-1]
+    anew = dataclasses.replace(stopped_at_20, run_dir=str(tmp_path / "anew"), init_from=str(last), steps=4)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        stop_in_the_middle(patch, 3)
+        uptrain(dataclasses.replace(anew, save_every=1))
+    (last / "model.safetensors").write_bytes(b"cut short")
+    assert uptrain(anew).resumed_from > 0
+    with pytest.raises(UserError, match=r"init_from .* is damaged"):
+        uptrain(dataclasses.replace(anew, out=str(tmp_path / "third"), run_dir=str(tmp_path / "third.run")))
+
+
+def test_the_seed_draws_adapters(source, text, tmp_path):
+    def drawn(seed, name):
+        recipe = micro_recipe(source, text, tmp_path / name, lora_rank=2, train="attention", seed=seed, steps=1)
+        uptrain(dataclasses.replace(recipe, learning_rate=1e-12, warmup_steps=0, save_every=1))
+        weights = load_file(checkpoints(tmp_path / name)[-1] / "model.safetensors")
+        return next(tensor for name, tensor in sorted(weights.items()) if "lora_A" in name)
+
+    one, same, other = drawn(0, "one"), drawn(0, "same"), drawn(1, "other")
+    assert torch.equal(one, same) and not torch.allclose(one, other)
+
+
 def test_a_loss_that_is_no_number_stops_the_run(source, text, tmp_path):
     with pytest.raises(CheckFailed, match=r"no finite number at step \d+ on rank 0; it was not taken"):
         uptrain(micro_recipe(source, text, tmp_path / "out", learning_rate=1e15, clip=0.0, warmup_steps=0))
@@ -293,7 +385,9 @@ def test_a_teacher_beside(source, text, tmp_path):
 
 def test_a_model_is_its_own_best_teacher(source, text, tmp_path):
     source = micro_checkpoint(tmp_path / "source")
-    recipe = micro_recipe(source, text, tmp_path / "out", teacher=str(source), layer_share=0.0, steps=2)
+    recipe = micro_recipe(
+        source, text, tmp_path / "out", teacher=str(source), layer_share=0.0, steps=2, learning_rate=1e-6
+    )
     uptrain(recipe)
     lines = [line for line in read_history(tmp_path / "out.run") if "loss" in line]
     assert lines[0]["loss"] == pytest.approx(0, abs=1e-6)

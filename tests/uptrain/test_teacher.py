@@ -56,14 +56,15 @@ def test_its_precision_is_its_own():
 
 
 @pytest.mark.parametrize(("change", "layers", "said"), [
-    ({"vocab_size": 128}, False, r"teacher's vocab_size is 128, the student's 97; use a teacher of the same"),
-    ({"num_hidden_layers": 3}, True, r"num_hidden_layers is 3, the student's 2; layer_share=0"),
-    ({"hidden_size": 64}, True, r"hidden_size is 64, the student's 32; layer_share=0"),
+    ({"vocab_size": 128}, False, r"big has vocab_size 128, the student 97; use a model of the same"),
+    ({"num_hidden_layers": 3}, True, r"num_hidden_layers 3, the student 2; layer_share=0"),
+    ({"hidden_size": 64}, True, r"hidden_size 64, the student 32; layer_share=0"),
+    ({"max_position_embeddings": 8}, False, r"big has a context of 8 tokens, and a window 16; lower window"),
 ])  # fmt: skip
 def test_pairs(change, layers, said):
-    student, teacher = make_model("llama"), make_model("llama", **change)
+    student, teacher = (make_model("llama", **extra).config for extra in ({}, change))
     with pytest.raises(UserError, match=said):
-        check_pair(student, teacher, layers=layers)
+        check_pair("big", student, teacher, layers=layers, window=16)
     if layers:
-        check_pair(student, teacher, layers=False)
-    check_pair(student, student, layers=True)
+        check_pair("big", student, teacher, layers=False, window=16)
+    check_pair("big", student, student, layers=True, window=16)

@@ -29,7 +29,15 @@ def assistant_spans(tokenizer: Any, name: str, messages: Sequence[dict[str, Any]
     for place, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        prompt = render_chat(tokenizer, name, messages[:place], prompt=True)
+        try:
+            prompt = render_chat(tokenizer, name, messages[:place], prompt=True)
+        except UserError:
+            if place:
+                raise
+            raise UserError(
+                f"{name}: a conversation begins with the assistant, and the chat template does not say where its turn "
+                "begins; begin with a user or system message, or use loss_on all"
+            ) from None
         turn = render_chat(tokenizer, name, messages[: place + 1])
         if not (turn.startswith(prompt) and text.startswith(turn)):
             raise UserError(

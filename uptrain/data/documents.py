@@ -2,10 +2,13 @@
 
 1. A text is documents, and a document is one piece, or pieces of about 16,000 characters that end with a paragraph. A
    text that is a single document is cut finer, so that a share of it can be told off. A conversation is one piece.
-2. A piece is held out if the hash of its content is below the share asked for. So the same content is on the same side
+2. A piece is held out if the hash of its content is below the share asked for. So the same piece is on the same side
    in every text, on every machine and in every run. If a text has no such piece, the one of the smallest hash is.
 3. Built-in text has its own fixed sides (`common.text`).
-4. What is judged on, from whatever text, is trained on in none.
+4. What is judged on, from whatever text, is trained on in none, even where other documents hold it: it is known by its
+   grains, passages of about 300 characters whose borders follow from the words around them (content-defined chunking,
+   as of LBFS, Muthitacharoen et al. 2001). Less than a grain at both ends of an excerpt is not, nor is a passage of
+   less than 100 characters, nor what a stream from the Hub holds out beside another text.
 """
 
 from __future__ import annotations
@@ -13,7 +16,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+import zlib
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from typing import Any
@@ -29,6 +35,9 @@ _FINEST_PIECE = 1_000
 _PIECES = 64  # of a text that is one document, if it is neither short nor long
 _LEAST_TOKENS = 1 << 22  # read of a text that is here anyway, so that a small budget sees more than its first pages
 _HASHES = 1 << 64
+_GRAIN = 300  # characters on average
+_LEAST_GRAIN = 100  # what is shorter stands in many a text
+_SENTENCE_END = re.compile(r"\n+|(?<=[.!?。！？])[ \t]+")
 
 Document = str | list[dict[str, Any]]
 """A text, or a conversation: messages of `role` and `content`."""
@@ -143,17 +152,71 @@ def read_documents(name: str, spec: DataSpec, *, judged: bool) -> Iterator[Docum
 
 
 def split_sides(
-    documents: Iterable[Document], is_held: Callable[[int], bool] = lambda _: False
+    documents: Iterable[Document], bound: int = 0, seen: Collection[int] = ()
 ) -> Iterator[tuple[bool, Piece]]:
-    """Every piece of the documents, in order, and whether it is held out; `is_held` is told its hash.
+    """Every piece of the documents, in order, and whether it is held out.
 
     What stays of a document is one document still; each piece that is held out is one of its own.
+
+    Args:
+        bound: a piece is held out if its hash is below it, see `bound_of`,
+        seen: or among these, of what is judged on somewhere. Grains of other pieces that are among them are left out.
     """
     for document, bounds in _cut(documents):
-        held = [is_held(hash_of(document[start:stop])) for start, stop in bounds]
-        kept = [place for place, out in enumerate(held) if not out]
-        for place, (out, (start, stop)) in enumerate(zip(held, bounds, strict=True)):
-            yield out, Piece(document[start:stop], out or place == kept[0], out or place == kept[-1])
+        sides = []
+        for start, stop in bounds:
+            key = hash_of(document[start:stop])
+            held = key < bound or key in seen
+            rest = [(start, stop)] if held or not seen else _unseen(document, start, stop, seen)
+            sides += [(held, *each) for each in rest]
+        kept = [place for place, (held, _, _) in enumerate(sides) if not held]
+        for place, (held, start, stop) in enumerate(sides):
+            yield held, Piece(document[start:stop], held or place == kept[0], held or place == kept[-1])
+
+
+def marks_of(content: Document) -> set[int]:
+    """By what a piece that is judged on is known elsewhere: its hash, and those of its grains."""
+    return {hash_of(content)} | {key for _, _, key in _grains(content) if key is not None}
+
+
+def _unseen(document: Document, start: int, stop: int, seen: Collection[int]) -> list[tuple[int, int]]:
+    """What stays of a piece, from start to stop, without the grains that were seen."""
+    rest: list[tuple[int, int]] = []
+    for first, last, key in _grains(document[start:stop]):
+        if key in seen:
+            continue
+        if rest and rest[-1][1] == start + first:
+            rest[-1] = (rest[-1][0], start + last)
+        else:
+            rest.append((start + first, start + last))
+    return rest
+
+
+def _grains(content: Document) -> Iterator[tuple[int, int, int | None]]:
+    """Where each grain of a piece starts and stops, and its hash; None where it is too short to tell anything."""
+    if not isinstance(content, str):
+        yield 0, len(content), hash_of(content)
+        return
+    for start, stop in pairwise([0, *grain_ends(content), len(content)]):
+        if start == stop:
+            continue
+        long = len(content[start:stop].strip()) >= _LEAST_GRAIN
+        yield start, stop, hash_of(content[start:stop]) if long else None
+
+
+def grain_ends(text: str) -> list[int]:
+    """Where grains end inside a text: behind a line or sentence, with a chance of its length in `_GRAIN`.
+
+    Chance is a hash of the line or sentence itself, so the same passage has the same grains wherever it stands.
+    """
+    ends, last = [], 0
+    for mark in _SENTENCE_END.finditer(text):
+        said = text[last : mark.start()].strip()
+        last = mark.end()
+        if zlib.crc32(said.encode()) % _GRAIN < len(said):
+            # A blank belongs to the word after it, as most tokenizers have it.
+            ends.append(mark.end() if "\n" in mark[0] else mark.start())
+    return ends
 
 
 def bound_of(share: float) -> int:
@@ -193,12 +256,20 @@ def _cut(documents: Iterable[Document]) -> Iterator[tuple[Document, list[tuple[i
 
 
 def _edges(text: str, size: int) -> list[int]:
-    """Where to cut a text into pieces of `size` characters, or fewer so as to end with a paragraph, line or word."""
-    edges = [0]
+    """Where to cut a text into pieces of `size` characters, or fewer so as to end with a paragraph, line or word.
+
+    If it can be, where a grain ends: so that what is held out is whole grains.
+    """
+    if len(text) <= size:
+        return [0, len(text)]
+    edges, ends = [0], grain_ends(text)
     while len(text) - edges[-1] > size:
         start, stop = edges[-1] + size // 2, edges[-1] + size
-        # A blank belongs to the word after it, as most tokenizers have it.
+        grains = ends[bisect_right(ends, start) : bisect_right(ends, stop)]
         for mark, taken in (("\n\n", 2), ("\n", 1), (" ", 0)):
+            if whole := [end for end in grains if text[end - taken : end] == mark[:taken]]:
+                stop = whole[-1]
+                break
             if (found := text.rfind(mark, start, stop)) >= 0:
                 stop = found + taken
                 break

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -27,13 +28,16 @@ from torch import Tensor
 
 from ...common.atomic import output_file
 from ...common.errors import EnvironmentFailure, UserError
+from ...common.parallel import is_main_process
 from ...common.scoring import UNSCORED
-from ...common.text import builtin_kinds
-from .documents import DataSpec, bound_of, hash_of, read_documents, spare_hash, split_sides
+from ...common.text import HUB, builtin_kinds
+from ...convert.sidefiles import hash_files
+from .documents import DataSpec, bound_of, marks_of, read_documents, spare_hash, split_sides
 from .packing import FLAGS, IDS, SCORED, START, Encoder, PartWriter, pack
 
 FORMAT_VERSION = 1
 MARKER = "tokens.json"
+_PREFIX = "tokens-"
 _SPREAD = 16  # windows that are read for each that is judged on, so that these are not all of one document
 
 
@@ -149,12 +153,14 @@ class Store:
     """The texts of a run; see `build_store`.
 
     Attributes:
+        folder: where it lies.
         train: a part for every text to train on, whose windows are numbered through.
         held_out: a part for every text to judge on.
         digest: SHA-256 of all tokens and how they are cut: processes with one digest read the same.
         train_digest: the same of what is trained on: runs with one learn from the same.
     """
 
+    folder: Path
     train: tuple[Part, ...]
     held_out: tuple[Part, ...]
     digest: str
@@ -197,19 +203,21 @@ def build_store(folder: Path, tokenizer: Any, spec: DataSpec, config: Any) -> St
     """Tokenise the texts of a run into a folder, unless that is done already; any number of processes may call it.
 
     Args:
-        folder: the run's own; files of a build that was cut short are written over.
+        folder: the run's own, in which tokens have one of theirs, named by what was asked for; files of a build that
+            was cut short are written over.
         tokenizer: the model's own.
         config: the model's, which says how many tokens there are.
 
     Raises:
-        UserError: a text cannot be read, is too short, or does not fit the model; or the folder holds the tokens of
-            another run.
+        UserError: a text cannot be read, is too short, or does not fit the model.
         EnvironmentFailure: the Hub cannot be reached.
     """
     vocabulary = config.get_text_config(decoder=True).vocab_size
     encoder = Encoder(tokenizer, spec, vocabulary)
     request = {"tokenizer": _tokenizer_hash(tokenizer, encoder), "vocabulary": vocabulary, **asdict(spec)}
-    request = json.loads(json.dumps(request))  # as it comes back: tuples are lists
+    files = {name: _fingerprint(name) for name in (*spec.texts, *spec.eval_texts)}
+    request |= {"format_version": FORMAT_VERSION, "files": files}
+    folder = folder / (_PREFIX + hashlib.sha256(json.dumps(request).encode()).hexdigest()[:16])
     marker = folder / MARKER
     if not marker.exists():
         try:
@@ -220,27 +228,42 @@ def build_store(folder: Path, tokenizer: Any, spec: DataSpec, config: Any) -> St
                 except BaseException:
                     _clear(folder)
                     raise
-                file.write(json.dumps({"format_version": FORMAT_VERSION, "request": request, **table}).encode())
+                names = [path.name for suffix in (IDS, FLAGS) for path in folder.glob(f"*{suffix}")]
+                hashes = hash_files(folder, names, hashing=True)
+                file.write(json.dumps({"request": request, "hashes": hashes, **table}).encode())
         except UserError:
             if not marker.exists():  # else another process made it while this one waited
                 raise
-    found = _read_marker(marker)["request"]
-    if other := [name for name in request if found.get(name) != request[name]]:
-        raise UserError(
-            f"{folder} holds the tokens of another run ({other[0]} is {found.get(other[0])} there and "
-            f"{request[other[0]]} here); name another run_dir, or remove that folder"
-        )
-    return open_store(folder)
+    return open_store(folder, verify=is_main_process())
 
 
-def open_store(folder: Path) -> Store:
+def forget_others(folder: Path, store: Store) -> None:
+    """Remove the tokens that a run's folder has from other recipes; only while nobody else reads them."""
+    for other in folder.glob(f"{_PREFIX}*"):
+        if other.name != store.folder.name:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def open_store(folder: Path, *, verify: bool = False) -> Store:
     """Open what `build_store` made.
 
+    Args:
+        verify: read every byte, and compare its hash.
+
     Raises:
-        UserError: it is not there, or was made by another version.
+        UserError: it is not there.
         EnvironmentFailure: its files are not what was written.
     """
-    table = _read_marker(folder / MARKER)
+    try:
+        table = json.loads((folder / MARKER).read_bytes())
+        hashes = table["hashes"]
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no tokens of a run; start the run anew") from None
+    except (ValueError, TypeError, KeyError):
+        raise damaged(folder / MARKER) from None
+    found = hash_files(folder, hashes, hashing=True) if verify else hashes
+    if broken := [name for name in hashes if found.get(name) != hashes[name]]:
+        raise damaged(folder / broken[0])
     sides = []
     for side in ("train", "held_out"):
         parts = [Part(base=folder / each.pop("file"), **each) for each in table[side]]
@@ -248,26 +271,16 @@ def open_store(folder: Path) -> Store:
             for suffix, size in ((IDS, np.dtype(part.dtype).itemsize), (FLAGS, 1))[: 1 + part.flagged]:
                 path = part.base.with_suffix(suffix)
                 if not path.exists() or path.stat().st_size != part.stored * part.window * size:
-                    raise EnvironmentFailure(f"{path} is damaged; remove {folder}, and the run makes it again")
+                    raise damaged(path)
         sides.append(tuple(parts))
-    return Store(*sides, table["digest"], table["train_digest"])
-
-
-def _read_marker(marker: Path) -> dict[str, Any]:
-    try:
-        table = json.loads(marker.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{marker.parent} holds no tokens of a run; start the run anew") from None
-    if table.get("format_version") != FORMAT_VERSION:
-        raise UserError(f"{marker.parent} was written by another version of kvfold; start the run anew")
-    return table
+    return Store(folder, *sides, table["digest"], table["train_digest"])
 
 
 def _build(folder: Path, spec: DataSpec, encoder: Encoder) -> dict[str, Any]:
     """Write all files, and return what the marker says of them."""
     table: dict[str, list[dict[str, Any]]] = {"train": [], "held_out": []}
     digests: dict[str, list[str]] = {"train": [], "held_out": []}
-    seen: set[int] = set()  # hashes of what is judged on, and so never trained on
+    seen: set[int] = set()  # marks of what is judged on, and so never trained on
 
     def writer(side: str, limit: int | None) -> PartWriter:
         return PartWriter(folder / f"{side}-{len(table[side])}", encoder.layout, limit)
@@ -300,16 +313,21 @@ def _build(folder: Path, spec: DataSpec, encoder: Encoder) -> dict[str, Any]:
     for name in dict.fromkeys([*(own if bound else ()), *spec.eval_texts]):
         with writer("held_out", most) as part:
             pieces = split_sides(read_documents(name, spec, judged=True))
-            seen.update(hash_of(piece.content) for piece in pack(name, pieces, encoder, part))
+            seen.update(*(marks_of(piece.content) for piece in pack(name, pieces, encoder, part)))
             enter("held_out", name, part)
     mixed = [name for name in spec.texts if bound and name not in own]
     spare = {spare_hash(read_documents(name, spec, judged=False), bound) for name in mixed}
     seen.update(key for key in spare if key is not None)
+    if len(spec.texts) > 1:  # what one holds out, another may hold in other documents
+        for name in mixed:
+            if not name.startswith(HUB):
+                sides = split_sides(read_documents(name, spec, judged=False), bound, frozenset(seen))
+                seen.update(*(marks_of(piece.content) for held, piece in sides if held))
 
     for place, name in enumerate(spec.texts):
         divided = name in mixed
         documents = read_documents(name, spec, judged=False)
-        pieces = split_sides(documents, lambda key, bound=bound if divided else 0: key < bound or key in seen)
+        pieces = split_sides(documents, bound if divided else 0, seen)
         with writer("train", spec.limit(place)) as kept, writer("held_out", most) if divided else nullcontext() as held:
             deque(pack(name, pieces, encoder, kept, held, spec.eval_windows), maxlen=0)  # only to have them written
             enter("train", name, kept)
@@ -324,6 +342,19 @@ def _build(folder: Path, spec: DataSpec, encoder: Encoder) -> dict[str, Any]:
         return hashlib.sha256(json.dumps([cut, [digests[side] for side in sides]]).encode()).hexdigest()
 
     return {**table, "digest": digest(*table), "train_digest": digest("train")}
+
+
+def damaged(path: Path) -> EnvironmentFailure:
+    return EnvironmentFailure(f"{path} is damaged; remove {path.parent}, and the run makes it again")
+
+
+def _fingerprint(name: str) -> list[int]:
+    """Tells a file that has changed from one that has not; empty for what is no file."""
+    path = Path(name)
+    if builtin_kinds(name) or name.startswith(HUB) or not path.is_file():
+        return []
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns]
 
 
 def _clear(folder: Path) -> None:

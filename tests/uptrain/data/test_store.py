@@ -17,7 +17,8 @@ from .conftest import CHATML, CONFIG, EOS_ID, documents_of, paragraphs, text_of
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    (tokens,) = folder.iterdir()
+    return {path.name: path.read_bytes() for path in tokens.iterdir()}
 
 
 @pytest.fixture
@@ -178,11 +179,12 @@ def test_a_build_that_was_killed_is_made_again_equal(texts, build, tmp_path):
     assert process.stdout.readline() == "writing\n"
     process.send_signal(signal.SIGKILL)
     process.wait()
+    (inner,) = (tmp_path / "half").iterdir()
     half = contents(tmp_path / "half")
     assert "tokens.json" not in half and any(name.endswith(".ids") and data for name, data in half.items())
-    with pytest.raises(UserError, match="half holds no tokens of a run"):
-        open_store(tmp_path / "half")
-    (tmp_path / "half" / "train-7.ids").write_bytes(b"of a spec with more texts")
+    with pytest.raises(UserError, match="holds no tokens of a run"):
+        open_store(inner)
+    (inner / "train-7.ids").write_bytes(b"of a spec with more texts")
     build(*texts[:2], folder="half")
     assert contents(tmp_path / "half") == contents(tmp_path / "whole")
 
@@ -197,33 +199,43 @@ def test_processes_at_once_build_once(texts, build, tmp_path):
     assert contents(tmp_path / "shared") == contents(tmp_path / "whole")
 
 
-def test_a_store_is_made_once_and_read_ever_after(texts, write, build, tmp_path):
+def test_a_store_is_made_once_and_read_ever_after(texts, build, tmp_path):
     made = build(*texts[:2], folder="one")
-    write("book", "Another book.")
-    assert build(*texts[:2], folder="one") == open_store(tmp_path / "one") == made
+    marker = made.folder / "tokens.json"
+    written = marker.stat().st_mtime_ns
+    assert build(*texts[:2], folder="one") == open_store(made.folder) == made
     assert isinstance(made, Store) and len(made.digest) == 64
+    assert marker.stat().st_mtime_ns == written
 
 
-def test_a_store_of_another_run_is_refused(texts, build, monkeypatch, tmp_path):
-    build(*texts[:2], folder="one")
-    with pytest.raises(
-        UserError, match=r"another run \(window is 32 there and 16 here\); name another run_dir"
-    ) as caught:
-        build(*texts[:2], folder="one", window=16)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="tokenizer is"):
-        build(*texts[:2], folder="one", bos=False)
-    monkeypatch.setattr(store, "FORMAT_VERSION", 2)
-    with pytest.raises(UserError, match="another version of kvfold"):
-        build(*texts[:2], folder="one")
+def test_another_request_gets_tokens_of_its_own(texts, write, build, monkeypatch, tmp_path):
+    """Whatever changed: how they are cut, the tokenizer, the text itself, or how we write them."""
+    made = [build(*texts[:2], folder="one"), build(*texts[:2], folder="one", window=16)]
+    made += [build(*texts[:2], folder="one", bos=False)]
+    write("rows.jsonl", paragraphs(7, 80, 60))
+    made += [build(*texts[:2], folder="one")]
+    monkeypatch.setattr(store, "FORMAT_VERSION", 99)
+    made += [build(*texts[:2], folder="one")]
+    assert len({each.folder for each in made}) == 5 == len(list((tmp_path / "one").iterdir()))
+    assert len({each.train_digest for each in made}) == 4, "the last two read the same"
+    store.forget_others(tmp_path / "one", made[3])
+    assert list((tmp_path / "one").iterdir()) == [made[3].folder]
 
 
-def test_damage_is_seen(texts, build, tmp_path):
-    build(*texts[:2], folder="one")
-    path = tmp_path / "one" / "train-1.ids"
-    path.write_bytes(path.read_bytes()[:-2])
+def test_damage_is_seen(texts, build):
+    made = build(*texts[:2], folder="one")
+    path = made.folder / "train-1.ids"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(EnvironmentFailure, match=r"train-1\.ids is damaged"):
-        open_store(tmp_path / "one")
+        build(*texts[:2], folder="one")
+    path.write_bytes(whole[:-2])
+    with pytest.raises(EnvironmentFailure, match=r"train-1\.ids is damaged"):
+        open_store(made.folder)
+    for said in ("", "[]", "{}"):
+        (made.folder / "tokens.json").write_text(said)
+        with pytest.raises(EnvironmentFailure, match=r"tokens\.json is damaged; remove"):
+            build(*texts[:2], folder="one")
 
 
 def test_digests_tell_tokens_apart(texts, write, build):
