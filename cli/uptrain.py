@@ -18,7 +18,7 @@ from . import options
 @click.option("--num-processes", type=options.count, help="Over all machines.  [one a GPU, or one on a CPU]")
 @click.option("--dry-run", is_flag=True, help="Say what it will take: parameters, memory, steps, time.")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at out, once the new one is whole.")
-@click.option("--keys", is_flag=True, help="List the keys of a recipe, with defaults and meanings, and do nothing.")
+@click.option("--keys", is_flag=True, help="List the keys of a recipe as YAML, with defaults and meanings.")
 @options.as_json
 @click.pass_context
 def uptrain(
@@ -57,10 +57,8 @@ def _print_keys(as_json: bool) -> None:
         print_report({"keys": [asdict(key) for key in known]}, as_json=True)
         return
     for key in known:
-        default = f" [{key.default}]" if key.default else ""
-        click.echo(
-            f"{key.name}{default}: {key.meaning}" + (f" One of {', '.join(key.choices)}." if key.choices else "")
-        )
+        one_of = f" One of {', '.join(key.choices)}." if key.choices else ""
+        click.echo(f"{f'{key.name}: {key.default}'.rstrip()}  # {key.meaning}{one_of}")
 
 
 def _split(words: tuple[str, ...]) -> tuple[str | None, list[str]]:

@@ -53,6 +53,7 @@ Try next:
   kvfold convert mla {model} my-mla --kv-elements 128 --refine {windows}
   kvfold verify {model} my-mla --text builtin --max-windows 40
   kvfold check my-mla --engine vllm
+  kvfold uptrain model=my-gqa out=my-healed teacher={model} tokens=1e5 --dry-run
 and then the same with a checkpoint of yours in the place of {model}."""
 
 

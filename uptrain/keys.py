@@ -37,7 +37,7 @@ def recipe_keys() -> list[Key]:
             field.name,
             "" if field.default is MISSING else _written(field.default),
             CHOICES.get(field.name, ()),
-            " ".join(meanings[field.name].replace("``", "").split()),
+            re.sub(r"\bNone (for|to)\b", r"empty \1", " ".join(meanings[field.name].replace("``", "").split())),
         )
         for field in fields(Recipe)
     ]

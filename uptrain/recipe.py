@@ -89,7 +89,7 @@ class Recipe:
         train: which parameters learn. Converting changed the attention only, so that is what needs healing.
         lora_rank: train adapters of this rank on the attention instead of its weights; 0 is off.
         lora_alpha: the adapters' scale times the rank; None for twice the rank.
-        data: texts to train on, as `common.text.stream_text` names them.
+        data: texts to train on: files (plain text, .jsonl, .csv, .parquet), ``builtin[:KIND]`` or ``hub:NAME``.
         weights: how often each text is drawn, in proportion; None for in proportion to its windows.
         window: tokens of a window; None for 2048, or the model's context if smaller.
         reset_positions: count positions from 0 in every document of a window.

@@ -17,6 +17,7 @@ import re
 import signal
 import sys
 import tempfile
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -61,8 +62,7 @@ DEFAULT_WINDOW = 2048
 MOST_APART = 0.01  # of a tokenizer's entries, in a teacher's
 _STATE_BYTES = 12  # of a checkpoint, for a trained parameter: itself and two moments in fp32
 _CHECKPOINTS = "checkpoints"
-_PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # as accelerate calls them
-_DTYPES = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -587,15 +587,15 @@ def _checkpoint_activations(model: Any) -> None:
 
 
 def _precision(asked: str, device: str) -> str:
-    """The mixed precision of a run, as accelerate calls it."""
+    """The precision of a run's computation: the recipe's, else the launcher's, else the best for the device."""
     if asked != "auto":
-        return _PRECISIONS[asked]
+        return asked
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
-    if launched not in _DTYPES:
+    if launched not in ("no", *_DTYPES):
         raise UserError(f"mixed_precision {launched} of the accelerate config is not supported; say bf16, fp16 or no")
     if launched != "no":
         return launched
-    return "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "no"
+    return "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "fp32"
 
 
 def _accelerator(recipe: Recipe, precision: str, folder: Path) -> Accelerator:
@@ -611,14 +611,15 @@ def _accelerator(recipe: Recipe, precision: str, folder: Path) -> Accelerator:
     available = {str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()}
     if missing := [name for name in recipe.track if name not in available]:
         raise UserError(f"the tracker {missing[0]} is not installed; pip install it, or leave it out of track")
+    warnings.filterwarnings("ignore", message=r".*broadcast_buffers", category=FutureWarning)  # accelerate's own
     accelerator = Accelerator(
-        mixed_precision=precision,
+        mixed_precision="no" if precision == "fp32" else precision,
         log_with=list(recipe.track) or None,
         project_dir=str(folder) if recipe.track else None,
         # Gradients are kept in the buckets that travel, once instead of twice.
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
     )
-    if accelerator.is_fsdp2 and precision != "no":  # by itself it would sum gradients, and give losses, in 16 bits
+    if accelerator.is_fsdp2 and precision != "fp32":  # by itself it would sum gradients, and give losses, in 16 bits
         dtype = getattr(torch, _DTYPES[precision])
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         accelerator.state.fsdp_plugin.mixed_precision_policy = policy

@@ -129,6 +129,7 @@ def export(
         latent_sizes = [_largest_latent(tensors, plain.checkpoint, layer, sizes.rank) for layer in range(layers)]
     if len(latent_sizes) != layers:
         raise UserError(f"{len(latent_sizes)} latent sizes for {layers} layers; give one for each")
+    declared = _declared_dtype(plain, tensors)
     form = Form(
         heads=config.num_attention_heads,
         plain=sizes,
@@ -138,7 +139,7 @@ def export(
         eps=norm.eps,
         latent_scales=tuple(neutral_scale(size, norm) for size in latent_sizes),
         tied_head="lm_head.weight" not in tensors,
-        dtype=_declared_dtype(plain, tensors) if dtype else None,
+        dtype=declared if dtype and dtype != declared else None,
     )
     written = _stock_config(config, form, rope, config.mla_bias, dtype or _main_dtype(tensors))
     rank = _query_rank(config, plain, written, readers, q_rank)

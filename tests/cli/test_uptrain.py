@@ -1,7 +1,9 @@
 """`kvfold uptrain`: what it hands on, and what it says without starting anything."""
 
+import json
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from click.testing import CliRunner
@@ -9,6 +11,7 @@ from click.testing import CliRunner
 from kvfold.cli.uptrain import uptrain
 from kvfold.common.errors import UserError
 from kvfold.uptrain import launch as module
+from kvfold.uptrain.recipe import Recipe, read_recipe
 
 PAIRS = ["model=org/m", "out=o", "steps=10"]
 
@@ -53,6 +56,20 @@ def test_what_is_wrong_is_said_before_anything_starts(started, words, said):
     assert isinstance(result.exception, UserError)
     assert said in str(result.exception)
     assert not started
+
+
+def test_every_key_is_listed(started, tmp_path):
+    said = CliRunner().invoke(uptrain, ["--keys"])
+    assert said.exit_code == 0 and not started
+    lines = said.output.splitlines()
+    assert [line.partition(":")[0] for line in lines] == [field.name for field in fields(Recipe)]
+    assert "betas: [0.9, 0.95]  # AdamW's two averaging factors." in lines
+    assert any(line.startswith("train: attention  # ") and line.endswith("attention+norms, all.") for line in lines)
+    (tmp_path / "recipe.yaml").write_text(said.output)
+    recipe = read_recipe(tmp_path / "recipe.yaml", ["model=m", "out=o", "steps=3"])
+    assert recipe == Recipe(model="m", out="o", steps=3), "what is listed are the defaults"
+    table = json.loads(CliRunner().invoke(uptrain, ["--keys", "--json"]).output)
+    assert {"name": "seed", "default": "0"}.items() <= next(k for k in table["keys"] if k["name"] == "seed").items()
 
 
 def test_a_wrong_recipe_is_told_without_torch():

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kvfold.common import atomic
-from kvfold.common.atomic import output_directory, output_file
+from kvfold.common.atomic import output_directory, output_file, working_folder
 from kvfold.common.errors import UserError
 
 WRITER = """
@@ -365,3 +365,25 @@ def test_many_writers_of_a_file_leave_one_whole(tmp_path):
     assert ends["abcdef".index(letter)][1] == 0
     assert out.stat().st_size == 1_000_000
     assert not hidden(tmp_path)
+
+
+def test_a_working_folder_that_holds_nothing_goes_again(tmp_path):
+    folder = tmp_path / "a" / "run"
+    for inside in ("", "checkpoints", "tokens/deep"):
+        with pytest.raises(UserError, match="why"), working_folder(folder):
+            (folder / inside).mkdir(parents=True, exist_ok=True)
+            raise UserError("why")
+        assert not (tmp_path / "a").exists()
+
+
+def test_a_working_folder_that_holds_a_file_stays(tmp_path):
+    folder = tmp_path / "run"
+    with pytest.raises(UserError, match="why"), working_folder(folder):
+        (folder / "tokens").mkdir()
+        (folder / "tokens" / "0.ids").write_text("x")
+        raise UserError("why")
+    assert (folder / "tokens" / "0.ids").exists()
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError, match="why"), working_folder(tmp_path / "mine"):
+        raise UserError("why")
+    assert (tmp_path / "mine").exists(), "it was there before"

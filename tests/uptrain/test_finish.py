@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvfold.common.errors import UserError
 from kvfold.common.loading import load_model
 from kvfold.convert.mla.convert import convert_mla
+from kvfold.convert.plain import convert_plain
 from kvfold.uptrain.data.store import open_store
 from kvfold.uptrain.judge import held_out_losses
 from kvfold.uptrain.objective import Trainee
@@ -127,7 +128,6 @@ def test_latent_models_keep_their_form(latent, text, tmp_path):
     scales = ("latent_scale", "latent_scales", "query_scales")
     for config in (before, after):
         config["kvfold"] = {key: value for key, value in config["kvfold"].items() if key not in scales}
-        config["kvfold"].get("plain", {}).pop("dtype", None)
     assert after == before
     old, new = load_file(latent / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in new.items()} == {
@@ -135,11 +135,20 @@ def test_latent_models_keep_their_form(latent, text, tmp_path):
     }
 
 
-def test_a_stock_export_in_bf16_comes_back_in_bf16(mha, text, tmp_path):
-    options = {"kv_rank": 24, "rope_dim": 8, "rope_select": "high", "calib": ("none",), "dtype": "bfloat16"}
-    convert_mla(mha, tmp_path / "latent", **options)
+@pytest.mark.parametrize(("kind", "dtype"), [(torch.float32, "bfloat16"), (torch.bfloat16, None)])
+def test_a_stock_export_in_bf16_comes_back_in_bf16(text, tmp_path, kind, dtype):
+    """And so does the plain form that is made of it, as it would be of what came in."""
+    source = micro_checkpoint(tmp_path / "source", dtype=kind)
+    options = {"kv_rank": 24, "rope_dim": 8, "rope_select": "high", "calib": ("none",), "dtype": dtype}
+    convert_mla(source, tmp_path / "latent", **options)
     uptrain(micro_recipe(tmp_path / "latent", text, tmp_path / "out", steps=2, train="attention"))
     assert {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+    for folder in ("latent", "out"):
+        convert_plain(tmp_path / folder, tmp_path / f"{folder}-plain")
+        tensors = load_file(tmp_path / f"{folder}-plain" / "model.safetensors")
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    said = [json.loads((tmp_path / folder / "config.json").read_text())["kvfold"] for folder in ("latent", "out")]
+    assert said[0]["dtype"] == said[1]["dtype"] and said[0]["plain"]["dtype"] == said[1]["plain"]["dtype"]
 
 
 def test_compressed_queries_are_not_trained(mha, text, tmp_path):
