@@ -42,15 +42,16 @@ def test_alpha_is_a_share_of_what_the_embedded_model_was_trained_on():
 
 
 @pytest.mark.parametrize(
-    ("losses", "alpha"),
+    ("what", "losses", "alpha"),
     [
-        ((3.0, 3.5), 0.0),
-        ((3.5, SOURCE + math.log(1.0201), SOURCE + math.log(1.0199), 4.0), 0.2),
-        ((3.5, 3.1), None),
+        ("perplexity", (3.0, 3.5), 0.0),
+        ("perplexity", (3.5, SOURCE + math.log(1.0201), SOURCE + math.log(1.0199), 4.0), 0.2),
+        ("perplexity", (3.5, 3.1), None),
+        ("loss", (3.5, 1.0201 * SOURCE, 1.0199 * SOURCE, 4.0), 0.2),
     ],
 )
-def test_near_is_within_two_percent_of_the_perplexity(losses, alpha):
-    assert curves.first_near(looks(*losses)) == pytest.approx(alpha)
+def test_near_is_within_two_percent(what, losses, alpha):
+    assert curves.first_near(looks(*losses), what) == pytest.approx(alpha)
 
 
 def test_a_curve_is_below_another_only_if_it_is_so_at_every_look():
