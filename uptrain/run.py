@@ -12,41 +12,35 @@ Whatever happens, the same command goes on from the last checkpoint, and ends wi
 from __future__ import annotations
 
 import math
-import os
 import re
 import signal
 import sys
 import tempfile
-import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..common.atomic import check_room, working_folder
-from ..common.errors import CheckFailed, EnvironmentFailure, UserError
+from ..common.errors import EnvironmentFailure, UserError
 from ..common.kvcache import fit_context
 from ..common.loading import load_model, load_tokenizer
 from ..common.progress import Stages, silent
 from ..common.status import SIGNALS, Stopped
 from ..convert.directory import check_paths
 from ..convert.source import open_source
+from .computing import DTYPES, checkpoint_activations, choose_precision, lower_frozen, make_accelerator
 from .data.documents import DataSpec
 from .data.store import Store, build_store, forget_others
 from .finish import trainable, write_result
 from .history import PICTURE, History, draw
-from .judge import held_out_losses
+from .judge import check_going, check_reference, check_start, held_out_losses
 from .loop import LoopKnobs, StepReport, Training
 from .objective import Objective, Trainee, check_packing
 from .order import Order
@@ -55,14 +49,12 @@ from .processes import check_fsdp, check_world, is_on, join, sharding
 from .recipe import Recipe
 from .schedule import Schedule, course
 from .selection import Selection, attention_modules, merge_adapters, select
-from .state import HASHED, SHARDED, Checkpoints, check_recipe, clear
-from .teacher import Teacher, check_pair
+from .state import HASHED, SHARDED, Checkpoints, check_recipe, clear, load_weights
+from .teacher import Teacher, check_pair, check_tokenizers
 
 DEFAULT_WINDOW = 2048
-MOST_APART = 0.01  # of a tokenizer's entries, in a teacher's
 _STATE_BYTES = 12  # of a checkpoint, for a trained parameter: itself and two moments in fp32
 _CHECKPOINTS = "checkpoints"
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -165,9 +157,9 @@ class Run:
         self.window = fit_context(self.source.config.full, "window", recipe.window, DEFAULT_WINDOW)
         self.steps = recipe.steps_of(self.window)
         self.store = self._tokens()
-        self.precision = _precision(recipe.precision, workers.device)
+        self.precision = choose_precision(recipe.precision, workers.device)
         student, self.selection = self._student(workers.device)
-        self.accelerator = _accelerator(recipe, self.precision, self.folder)
+        self.accelerator = make_accelerator(recipe, self.precision, self.folder)
         self._check_digests()
         teacher = self._teacher(student)
         self.identity = self._identity()
@@ -189,6 +181,8 @@ class Run:
             teacher,
         )
         self.resumed_from, self.seconds = 0, 0.0
+        # In nats a token, of what knows nothing.
+        self.guess = math.log(self.source.config.full.get_text_config(decoder=True).vocab_size)
 
     def _tokens(self) -> Store:
         recipe = self.recipe
@@ -233,9 +227,9 @@ class Run:
         selection = select(student, recipe.train, recipe.lora_rank, recipe.lora_alpha)
         check_fsdp(student, selection.layer)
         if recipe.gradient_checkpointing:
-            _checkpoint_activations(student)
+            checkpoint_activations(student)
         if not sharded:
-            lower_frozen(student, getattr(torch, _DTYPES[self.precision]))
+            lower_frozen(student, getattr(torch, DTYPES[self.precision]))
         return student, selection
 
     def _teacher(self, student: Any) -> Teacher | None:
@@ -250,27 +244,25 @@ class Run:
         """Refuse a teacher or reference that is not about the same text.
 
         Raises:
-            UserError: its size does not fit, see `check_pair`; or it means other tokens by the same numbers. A few may
-                differ: instruct models name some that their base model left unused.
+            UserError: see `check_pair` and `check_tokenizers`.
         """
         config = self.source.config.full.get_text_config(decoder=True)
         check_pair(name, config, model.config.get_text_config(decoder=True), layers=layers, window=self.window)
         try:
             with open_source(name, revision=revision) as source:
-                theirs = load_tokenizer(str(source.folder)).get_vocab()
+                theirs = load_tokenizer(str(source.folder))
         except UserError:  # it came without one
             return
-        ours = load_tokenizer(str(self.source.folder)).get_vocab()
-        apart = sum(theirs.get(token) != number for token, number in ours.items())
-        if apart > MOST_APART * len(ours):
-            raise UserError(
-                f"{name} has another tokenizer: {apart:,} of {len(ours):,} tokens have another number there; use a "
-                "model of the same tokenizer"
-            )
+        check_tokenizers(name, load_tokenizer(str(self.source.folder)), theirs)
 
     def _other(self, name: str, revision: str | None = None) -> Any:
         """A model that is only run, in the precision of the run."""
-        return load_model(name, dtype=_DTYPES[self.precision], device=str(self.accelerator.device), revision=revision)
+        return load_model(
+            name,
+            dtype=DTYPES[self.precision],
+            device=str(self.accelerator.device),
+            revision=revision,
+        )
 
     def _identity(self) -> dict[str, Any]:
         """What the weights are a function of. Models and texts count by what they hold, not by where they lie."""
@@ -303,7 +295,7 @@ class Run:
         self.reference = self.looks[0].get("reference", {}) if self.looks else {}
         if not saved:
             self.reference = self._reference_losses()
-            self.check_start(self.look(0))
+            check_start(self.look(0), self.reference, self.guess, self.recipe.model)
         elif saved.step == self.steps and not any(look["step"] == saved.step for look in self.looks):
             self.look(saved.step)  # what was written down is lost
 
@@ -317,8 +309,7 @@ class Run:
         else:
             name, model = self.recipe.teacher, teacher.model
         losses = self._judge(Trainee(model))
-        if broken := [text for text, loss in losses.items() if not math.isfinite(loss)]:
-            raise CheckFailed(f"the loss of {name} on {broken[0]} is no number; take another model to compare with")
+        check_reference(losses, name)
         return losses
 
     def _judge(self, model: nn.Module) -> dict[str, float]:
@@ -344,42 +335,6 @@ class Run:
             self.accelerator.log({f"held_out/{name}": loss for name, loss in losses.items()}, step=step)
         return losses
 
-    def check_start(self, losses: dict[str, float]) -> None:
-        """Refuse to heal what is broken: a model that predicts text no better than a guess.
-
-        Raises:
-            CheckFailed: so it does.
-        """
-        name, loss, guess = self._worst(losses)
-        if loss < guess:
-            return
-        model, before = self.recipe.model, self.reference.get(name, 0.0)
-        why = f"{model} is broken; kvfold verify SOURCE {model} names the first bad layer"
-        if not before < guess:
-            why = f"the reference has {before:.2f}, so it is not the conversion: are model, tokenizer and text a match?"
-        raise CheckFailed(
-            f"before training the loss on {name} is {loss:.2f} nats a token, a guess has {guess:.2f}: {why}"
-        )
-
-    def check_end(self, losses: dict[str, float], last: bool) -> None:
-        """Refuse to save, or to write, what training has broken.
-
-        Raises:
-            CheckFailed: the loss is no number, or, at the end, not below that of a guess.
-        """
-        name, loss, guess = self._worst(losses)
-        if not loss < (guess if last else math.inf):
-            raise CheckFailed(
-                f"training has broken the model: after step {self.training.step} the loss on {name} is {loss:.2f} nats "
-                f"a token, a guess has {guess:.2f}; nothing was written: lower the learning rate, in another run_dir"
-            )
-
-    def _worst(self, losses: dict[str, float]) -> tuple[str, float, float]:
-        """The text with the largest loss, that, and the loss of a guess; what is no number is the largest."""
-        guess = math.log(self.source.config.full.get_text_config(decoder=True).vocab_size)
-        name = max(losses, key=lambda text: losses[text] if math.isfinite(losses[text]) else math.inf)
-        return name, losses[name], guess
-
     def train(self) -> None:
         """Take the steps that are left.
 
@@ -398,7 +353,7 @@ class Run:
                 self._write_down(done, speed)
                 last = done.step == self.steps
                 if last or (recipe.eval_every and done.step % recipe.eval_every == 0):
-                    self.check_end(self.look(done.step), last)
+                    check_going(self.look(done.step), self.guess if last else math.inf, done.step)
                 stopped = self._agreed(asked)
                 if last or stopped or (recipe.save_every and done.step % recipe.save_every == 0):
                     self.checkpoints.save(done.step)
@@ -500,7 +455,7 @@ class Run:
             window=self.window,
             windows=self.store.windows,
             stages=self.training.knobs.course.stages,
-            width=getattr(torch, _DTYPES[self.precision]).itemsize,
+            width=getattr(torch, DTYPES[self.precision]).itemsize,
             sharding=sharding(),
             processes=self.accelerator.num_processes,
             device=device.type,
@@ -536,97 +491,6 @@ def knobs_of(recipe: Recipe, steps: int) -> LoopKnobs:
         clip=recipe.clip,
         seed=recipe.seed,
     )
-
-
-def lower_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Hold the weights of frozen linear modules in the dtype that they are multiplied in.
-
-    Autocast would round them to it at every use, so nothing changes but the memory and the time. Embeddings and norms
-    stay: what they give is added up in fp32.
-    """
-    embeddings = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            for parameter in module.parameters(recurse=False):
-                if not parameter.requires_grad and id(parameter) not in embeddings:
-                    parameter.data = parameter.data.to(dtype)
-
-
-def load_weights(trainee: nn.Module, folder: Path, names: Sequence[str]) -> None:
-    """Take the trained weights of another run's checkpoint, and nothing else of it.
-
-    Raises:
-        UserError: it has no such weights, or other parameters were trained.
-    """
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        raise UserError(f"init_from {folder} has no {path.name}; give a checkpoint of a run that was not sharded")
-    try:
-        weights = {name.removeprefix("module."): tensor for name, tensor in load_file(path).items()}
-    except SafetensorError as error:
-        raise UserError(f"init_from {folder} is damaged ({error}); give a checkpoint that is whole") from None
-    if missing := [name for name in names if name not in weights] or sorted(weights.keys() - set(names)):
-        raise UserError(f"init_from {folder} was trained with other parameters, such as {missing[0]}; use its recipe")
-    with torch.no_grad():
-        for name in names:
-            parameter = trainee.get_parameter(name)
-            if parameter.shape != weights[name].shape:
-                raise UserError(
-                    f"init_from {folder} holds {name} as {list(weights[name].shape)}, the model as "
-                    f"{list(parameter.shape)}; it is of another model"
-                )
-            parameter.copy_(weights[name])
-
-
-def _checkpoint_activations(model: Any) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None)  # its name from transformers 5.24 on
-    enable = enable or partial(
-        model.gradient_checkpointing_enable, gradient_checkpointing_kwargs={"use_reentrant": False}
-    )
-    enable()
-
-
-def _precision(asked: str, device: str) -> str:
-    """The precision of a run's computation: the recipe's, else the launcher's, else the best for the device."""
-    if asked != "auto":
-        return asked
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
-    if launched not in ("no", *_DTYPES):
-        raise UserError(f"mixed_precision {launched} of the accelerate config is not supported; say bf16, fp16 or no")
-    if launched != "no":
-        return launched
-    return "bf16" if device.startswith("cuda") and torch.cuda.is_bf16_supported() else "fp32"
-
-
-def _accelerator(recipe: Recipe, precision: str, folder: Path) -> Accelerator:
-    """The accelerator of a run, in the group that `processes.join` has formed.
-
-    Raises:
-        UserError: a tracker is not installed, or the device does not compute in the precision.
-    """
-    from accelerate.tracking import get_available_trackers
-
-    if precision == "fp16" and PartialState().device.type == "cpu":
-        raise UserError("a CPU computes fp16 as fp32; take precision=bf16 or fp32")
-    available = {str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers()}
-    if missing := [name for name in recipe.track if name not in available]:
-        raise UserError(f"the tracker {missing[0]} is not installed; pip install it, or leave it out of track")
-    warnings.filterwarnings("ignore", message=r".*broadcast_buffers", category=FutureWarning)  # accelerate's own
-    accelerator = Accelerator(
-        mixed_precision="no" if precision == "fp32" else precision,
-        log_with=list(recipe.track) or None,
-        project_dir=str(folder) if recipe.track else None,
-        # Gradients are kept in the buckets that travel, once instead of twice.
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)],
-    )
-    if accelerator.is_fsdp2 and precision != "fp32":  # by itself it would sum gradients, and give losses, in 16 bits
-        dtype = getattr(torch, _DTYPES[precision])
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        accelerator.state.fsdp_plugin.mixed_precision_policy = policy
-    if recipe.track:
-        plain = {key: value for key, value in recipe.identity().items() if isinstance(value, bool | int | float | str)}
-        accelerator.init_trackers("kvfold", config=plain)
-    return accelerator
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
 
 from ..common.atomic import output_directory, real_path, siblings
 from ..common.errors import EnvironmentFailure, UserError
@@ -162,6 +165,32 @@ class Checkpoints:
                 f"{folder} was saved by a run that is {_KINDS[marker['kind']]}, and this one is {_KINDS[self._kind]}; "
                 "launch it with the same accelerate config"
             )
+
+
+def load_weights(trainee: nn.Module, folder: Path, names: Sequence[str]) -> None:
+    """Take the trained weights of another run's checkpoint, and nothing else of it.
+
+    Raises:
+        UserError: it has no such weights, or other parameters were trained.
+    """
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise UserError(f"init_from {folder} has no {path.name}; give a checkpoint of a run that was not sharded")
+    try:
+        weights = {name.removeprefix("module."): tensor for name, tensor in load_file(path).items()}
+    except SafetensorError as error:
+        raise UserError(f"init_from {folder} is damaged ({error}); give a checkpoint that is whole") from None
+    if missing := [name for name in names if name not in weights] or sorted(weights.keys() - set(names)):
+        raise UserError(f"init_from {folder} was trained with other parameters, such as {missing[0]}; use its recipe")
+    with torch.no_grad():
+        for name in names:
+            parameter = trainee.get_parameter(name)
+            if parameter.shape != weights[name].shape:
+                raise UserError(
+                    f"init_from {folder} holds {name} as {list(weights[name].shape)}, the model as "
+                    f"{list(parameter.shape)}; it is of another model"
+                )
+            parameter.copy_(weights[name])
 
 
 def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:

@@ -17,6 +17,8 @@ from ..common.errors import UserError
 from ..common.kvcache import context_length
 from ..common.scoring import head_logits, hidden_states
 
+MOST_APART = 0.01  # of a tokenizer's entries, in a teacher's
+
 
 @dataclass(frozen=True)
 class TeacherView:
@@ -85,6 +87,21 @@ def check_pair(name: str, ours: Any, theirs: Any, *, layers: bool, window: int) 
             raise UserError(f"{name} has {key} {getattr(theirs, key)}, the student {getattr(ours, key)}; {way_out}")
     if window > (context := context_length(theirs) or window):
         raise UserError(f"{name} has a context of {context} tokens, and a window {window}; lower window")
+
+
+def check_tokenizers(name: str, ours: Any, theirs: Any) -> None:
+    """Refuse a teacher that means other tokens by the same numbers.
+
+    Raises:
+        UserError: so it does. A few may differ: instruct models name some that their base model left unused.
+    """
+    known, others = ours.get_vocab(), theirs.get_vocab()
+    apart = sum(others.get(token) != number for token, number in known.items())
+    if apart > MOST_APART * len(known):
+        raise UserError(
+            f"{name} has another tokenizer: {apart:,} of {len(known):,} tokens have another number there; use a model "
+            "of the same tokenizer"
+        )
 
 
 @contextmanager

@@ -36,11 +36,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallb
 from ...attention.plain import LatentAttention
 from ...common.errors import CheckFailed
 from ...common.scoring import UNSCORED
+from ...uptrain.computing import lower_frozen
 from ...uptrain.data.store import Tensors
 from ...uptrain.loop import LoopKnobs, Training
 from ...uptrain.objective import Trainee
 from ...uptrain.order import Order
-from ...uptrain.run import lower_frozen
 from ...uptrain.schedule import Schedule, course
 from ...uptrain.selection import select
 from ...uptrain.teacher import Teacher
