@@ -40,9 +40,14 @@ def is_first_here() -> bool:
     return _is_first("LOCAL_RANK")
 
 
+def is_alone() -> bool:
+    """Whether no launcher promises other processes."""
+    return os.environ.get("WORLD_SIZE", "") in ("", "0", "1")
+
+
 def _is_first(name: str) -> bool:
     # A number that somebody left behind says nothing where there is one process.
-    return os.environ.get("WORLD_SIZE", "") in ("", "0", "1") or os.environ.get(name, "0") in ("", "0")
+    return is_alone() or os.environ.get(name, "0") in ("", "0")
 
 
 class Workers:

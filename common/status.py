@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from .errors import CheckFailed, EnvironmentFailure, KvfoldError, UserError
-from .parallel import is_first_here
+from .parallel import is_alone, is_first_here
 
 # The system's errors that say that a path cannot be, rather than that the machine failed.
 _WRONG_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
@@ -59,7 +59,7 @@ def status_of(work: Callable[[], int]) -> int:
             return fail(f"this path cannot be used: {error}", UserError.exit_status)
         return fail(f"the machine failed: {error}", EnvironmentFailure.exit_status)
     except Exception as error:
-        if os.environ.get("WORLD_SIZE", "1") not in ("", "1") and re.search(_LEFT_ALONE, str(error), re.IGNORECASE):
+        if not is_alone() and re.search(_LEFT_ALONE, str(error), re.IGNORECASE):
             return fail("another process of this run ended; what it said tells why", EnvironmentFailure.exit_status)
         # torch has several ways to say it
         if isinstance(error, MemoryError) or re.search(r"out of memory|can't allocate memory", str(error)):

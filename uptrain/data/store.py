@@ -219,7 +219,8 @@ def build_store(folder: Path, tokenizer: Any, spec: DataSpec, config: Any) -> St
     request |= {"format_version": FORMAT_VERSION, "files": files}
     folder = folder / (_PREFIX + hashlib.sha256(json.dumps(request).encode()).hexdigest()[:16])
     marker = folder / MARKER
-    if not marker.exists():
+    there = marker.exists()
+    if not there:
         try:
             with output_file(marker, wait=True) as file:
                 try:
@@ -234,7 +235,8 @@ def build_store(folder: Path, tokenizer: Any, spec: DataSpec, config: Any) -> St
         except UserError:
             if not marker.exists():  # else another process made it while this one waited
                 raise
-    return open_store(folder, verify=is_main_process())
+    # What was written just now was hashed just now.
+    return open_store(folder, verify=there and is_main_process())
 
 
 def forget_others(folder: Path, store: Store) -> None:
@@ -321,7 +323,7 @@ def _build(folder: Path, spec: DataSpec, encoder: Encoder) -> dict[str, Any]:
     if len(spec.texts) > 1:  # what one holds out, another may hold in other documents
         for name in mixed:
             if not name.startswith(HUB):
-                sides = split_sides(read_documents(name, spec, judged=False), bound, frozenset(seen))
+                sides = split_sides(read_documents(name, spec, judged=False), bound, seen)
                 seen.update(*(marks_of(piece.content) for held, piece in sides if held))
 
     for place, name in enumerate(spec.texts):
