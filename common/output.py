@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,28 +19,27 @@ def to_dict(report: Any) -> dict[str, Any]:
 
 def print_report(report: Any, *, as_json: bool, hide: Sequence[str] = ()) -> None:
     """Print one report, unless another process does; `hide` names fields that the caller shows in another way."""
-    if not is_main_process():
-        return
     data = to_dict(report)
     if as_json:
-        json.dump(data, sys.stdout, allow_nan=False)
-        print()
+        _print(json.dumps(data, allow_nan=False))
         return
     rows = [(key, _say(key, value)) for key, value in _flat(data).items() if key not in hide]
     width = max(len(key) for key, _ in rows)
-    for key, value in rows:
-        print(f"{key:<{width}}  {value}")
+    _print(*(f"{key:<{width}}  {value}" for key, value in rows))
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
-    """Print rows under headings; `columns` maps each heading to a key of the rows. First column left."""
+    """Print rows under headings, as `print_report` does; `columns` maps each heading to a key of the rows.
+
+    The first column stands left.
+    """
     cells = [list(columns), *([_say(key, row[key]) for key in columns.values()] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
         head, *rest = (
             f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         )
-        print("  ".join([head, *rest]))
+        _print("  ".join([head, *rest]))
 
 
 def print_layers(title: str, figures: Sequence[float | None]) -> None:
@@ -51,8 +49,14 @@ def print_layers(title: str, figures: Sequence[float | None]) -> None:
         {"layer": start, **dict.fromkeys(columns, ""), **dict(zip(columns, figures[start:], strict=False))}
         for start in range(0, len(figures), A_ROW)
     ]
-    print(f"\n{title}")
+    _print("", title)
     print_table(rows, {name: name for name in ("layer", *columns)})
+
+
+def _print(*lines: str) -> None:
+    """To standard output, from one process of all."""
+    if is_main_process():
+        print(*lines, sep="\n")
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from .errors import EnvironmentFailure
+from .errors import EnvironmentFailure, KvfoldError
 from .sources import first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
+R = TypeVar("R")
 
 PATIENCE = timedelta(minutes=5)  # for the slowest process to come; torch itself would wait half an hour
 
@@ -107,6 +110,31 @@ class Workers:
         import torch
 
         return bool(self.sum(torch.tensor(int(answer and self.rank == 0), device=self.device)))
+
+    def spread(self, work: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """What `work` makes of each item, in the order of the items, in every process; they take items by turns.
+
+        Args:
+            work: gives something that can be pickled.
+
+        Raises:
+            KvfoldError: `work` raised it, in whichever process.
+        """
+        if self.size == 1:
+            return [work(item) for item in items]
+        from accelerate.utils import gather_object
+
+        made: list[R] = []
+        failure = None
+        try:
+            made.extend(map(work, items[self.rank :: self.size]))
+        except KvfoldError as error:  # said by all, or the others would wait for what does not come
+            failure = error
+        told = gather_object([(made, failure)])
+        for _, failure in told:
+            if failure:
+                raise failure
+        return [told[number % self.size][0][number // self.size] for number in range(len(items))]
 
     def wait(self) -> None:
         """Wait until all processes are here."""

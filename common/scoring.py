@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from itertools import accumulate, chain
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,11 @@ from torch import Tensor, nn
 from .errors import CheckFailed, UserError
 from .progress import Progress
 from .windows import Window, batches
+
+if TYPE_CHECKING:
+    from .parallel import Workers
+
+T = TypeVar("T")
 
 # Logits held at a time by default. The fp32 copy of so many is 128 MiB.
 CHUNK_ELEMENTS = 2**25
@@ -121,7 +127,8 @@ def token_nll(logits: Tensor, targets: Tensor) -> Tensor:
 
 def sequence_nll(model, input_ids: Tensor, *, first: int = 1, chunk: int | None = None) -> Tensor:
     """Negative log-likelihoods [B, T - first] of the tokens `first:` of `input_ids` [B, T]; `first` >= 1."""
-    hidden = hidden_states(model, input_ids)[:, first - 1 : -1]  # position t predicts token t + 1
+    # Position t predicts token t + 1, and the last token nothing: the model need not see it.
+    hidden = hidden_states(model, input_ids[:, :-1])[:, first - 1 :]
     targets = input_ids[:, first:]
     parts = [token_nll(logits, targets[:, part]) for part, logits in logit_chunks(model, hidden, chunk)]
     return torch.cat(parts, dim=1)
@@ -246,17 +253,19 @@ def window_nll(
     ids: Sequence[int],
     windows: Sequence[Window],
     *,
-    bos_id: int | None = None,
+    lead_id: int | None = None,
     batch_size: int = 1,
     chunk: int | None = None,
+    workers: Workers | None = None,
     progress: Progress | None = None,
 ) -> list[float]:
     """Summed negative log-likelihood, in nats, of the tokens that each window scores.
 
     Args:
         ids: the whole text.
-        windows: cut with `bos=True` exactly when `bos_id` is given.
+        lead_id: the token that stands in front of the windows that are led.
         batch_size: windows at a time; a matter of speed, not of the result.
+        workers: the processes that take batches by turns, each with a model like this one; all get all sums.
         progress: called with `(windows done, windows in all)` after every batch.
 
     Raises:
@@ -264,23 +273,51 @@ def window_nll(
         CheckFailed: a loss is not finite.
     """
     ids = torch.as_tensor(ids)
-    check_ids(model, max(int(ids.max()), bos_id or 0))
-    sums: list[float] = []
+    check_ids(model, max(int(ids.max()), lead_id or 0))
+
+    def sums(batch: list[Window]) -> list[float]:
+        tokens = torch.stack([ids[w.start : w.stop] for w in batch])
+        if batch[0].led:
+            tokens = F.pad(tokens, (1, 0), value=lead_id)
+        first = tokens.shape[1] - batch[0].scored
+        nll = sequence_nll(model, tokens.to(model.device), first=first, chunk=chunk)
+        # Summed on the CPU, as not every accelerator has fp64.
+        totals = nll.cpu().double().sum(1).tolist()
+        for window, total in zip(batch, totals, strict=True):
+            if not math.isfinite(total):
+                raise CheckFailed(
+                    f"the loss of tokens {window.first_scored}:{window.stop} is {total}; "
+                    "look for non-finite weights, or try a wider dtype"
+                )
+        return totals
+
     with evaluating(model):
-        for batch in batches(windows, batch_size):
-            tokens = torch.stack([ids[w.start : w.stop] for w in batch])
-            if bos_id is not None:
-                tokens = F.pad(tokens, (1, 0), value=bos_id)
-            first = tokens.shape[1] - batch[0].scored
-            nll = sequence_nll(model, tokens.to(model.device), first=first, chunk=chunk)
-            # Summed on the CPU, as not every accelerator has fp64.
-            for window, total in zip(batch, nll.cpu().double().sum(1).tolist(), strict=True):
-                if not math.isfinite(total):
-                    raise CheckFailed(
-                        f"the loss of tokens {window.first_scored}:{window.stop} is {total}; "
-                        "look for non-finite weights, or try a wider dtype"
-                    )
-                sums.append(total)
-            if progress:
-                progress(len(sums), len(windows))
-    return sums
+        return list(chain.from_iterable(map_batches(sums, windows, batch_size, workers, progress)))
+
+
+def map_batches(
+    work: Callable[[list[Window]], T],
+    windows: Sequence[Window],
+    batch_size: int,
+    workers: Workers | None = None,
+    progress: Progress | None = None,
+) -> list[T]:
+    """What `work` makes of each batch of windows, in order; several processes take batches by turns.
+
+    Which windows are run together does not depend on how many processes there are, nor does any figure then.
+
+    Args:
+        work: gives something that can be pickled.
+        progress: called with `(windows done, windows in all)` after every batch.
+    """
+    todo = list(batches(windows, batch_size))
+    done = list(accumulate(map(len, todo)))
+    others = workers.size - 1 if workers else 0
+
+    def one(number: int) -> T:
+        made = work(todo[number])
+        if progress:  # the others are about as far
+            progress(done[min(number + others, len(done) - 1)], len(windows))
+        return made
+
+    return workers.spread(one, range(len(todo))) if workers else [one(number) for number in range(len(todo))]

@@ -16,18 +16,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..common.errors import UserError
 from ..common.kvcache import fit_context
-from ..common.loading import load_model, load_tokenizer
+from ..common.loading import load_model, load_tokenizer, resolve_device
+from ..common.parallel import Workers
 from ..common.progress import Progress
 from ..common.protocol import Protocol, TokenizedText, protocol_of, token_ids, tokenize_texts
-from ..common.scoring import check_ids, compare_hidden, evaluating, hidden_states
+from ..common.scoring import check_ids, compare_hidden, evaluating, hidden_states, map_batches
 from ..common.sources import quiet
-from ..common.windows import Window, batches, split_windows
+from ..common.windows import Window, split_windows
 from .check import check_readable
 from .latent_form import BLOCK
 
@@ -136,23 +138,93 @@ def verify(
         raise UserError(f"a threshold of {threshold} bounds nothing; give a relative error such as 0.5")
     if max_ratio is not None and not 0 < max_ratio < math.inf:
         raise UserError(f"a perplexity ratio of {max_ratio} bounds nothing; give a positive number such as 1.5")
+    source = open_reference(src, text=text, dtype=dtype, device=device, revision=revision)
+    return source.verify(
+        out,
+        window=window,
+        max_windows=max_windows,
+        batch_size=batch_size,
+        threshold=threshold,
+        max_ratio=max_ratio,
+        progress=progress,
+    )
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A source, loaded, and the text on which results are held against it.
+
+    Attributes:
+        model: what the user calls it.
+        loaded: the model.
+        text: as its tokenizer reads it.
+        workers: the processes that share the windows.
+    """
+
+    model: str
+    loaded: Any
+    text: TokenizedText
+    workers: Workers
+
+    def verify(
+        self,
+        out: str | Path,
+        *,
+        window: int | None = None,
+        max_windows: int | None = None,
+        batch_size: int = 1,
+        threshold: float = DEFAULT_THRESHOLD,
+        max_ratio: float | None = None,
+        progress: Progress | None = None,
+    ) -> VerifyReport:
+        """`verify` of one result, which is in memory no longer than that takes."""
+        dtype = str(self.loaded.dtype).removeprefix("torch.")
+        _check_tokenizer(self.model, out, self.text)
+        result = load_model(out, dtype=dtype, device=self.workers.device)
+        _check_alike(self.model, out, self.loaded, result)
+        check_readable(out, result.config)
+        window = min(fit_context(model.config, "window", window, DEFAULT_WINDOW) for model in (self.loaded, result))
+        windows = split_windows(len(self.text.ids), window, max_windows=max_windows)
+        far = distance(
+            self.loaded,
+            result,
+            self.text.ids,
+            windows,
+            batch_size=batch_size,
+            workers=self.workers,
+            progress=progress,
+        )
+        return _report(self, out, far, windows, window, max_windows, threshold, max_ratio)
+
+
+def open_reference(
+    src: str | Path, *, text: Sequence[str], dtype: str = "auto", device: str = "auto", revision: str | None = None
+) -> Reference:
+    """Load the source of results that are to be verified; the arguments and errors are those of `verify`."""
     tokenized = tokenize_texts(src, text, revision=revision)
-    _check_tokenizer(src, out, tokenized)
-    source = load_model(src, dtype=dtype, device=device, revision=revision)
-    result = load_model(out, dtype=str(source.dtype).removeprefix("torch."), device=device)
-    _check_alike(src, out, source, result)
-    check_readable(src, source.config)
-    check_readable(out, result.config)
-    check_ids(source, max(tokenized.ids, default=0))
-    window = min(fit_context(model.config, "window", window, DEFAULT_WINDOW) for model in (source, result))
-    windows = split_windows(len(tokenized.ids), window, max_windows=max_windows)
-    far = distance(source, result, tokenized.ids, windows, batch_size=batch_size, progress=progress)
-    max_loss = math.log(_text_config(source).vocab_size)
+    workers = Workers(resolve_device(device))
+    loaded = load_model(src, dtype=dtype, device=workers.device, revision=revision)
+    check_readable(src, loaded.config)
+    check_ids(loaded, max(tokenized.ids, default=0))
+    return Reference(str(src), loaded, tokenized, workers)
+
+
+def _report(
+    source: Reference,
+    out: str | Path,
+    far: Distance,
+    windows: Sequence[Window],
+    window: int,
+    max_windows: int | None,
+    threshold: float,
+    max_ratio: float | None,
+) -> VerifyReport:
+    max_loss = math.log(_text_config(source.loaded).vocab_size)
     bad = next((number for number, error in enumerate(far.layer_errors) if not error <= threshold), None)
     reason = _why_failed(far, max_loss, max_ratio, threshold, bad)
     return VerifyReport(
         model=str(out),
-        source=str(src),
+        source=source.model,
         kl=_finite(far.kl),
         top1_agreement=far.top1_agreement,
         perplexity=_finite(_exp(far.loss)),
@@ -169,7 +241,7 @@ def verify(
         max_ratio=max_ratio,
         passed=not reason,
         reason=reason,
-        protocol=protocol_of(tokenized, source, window=window, stride=window, max_windows=max_windows),
+        protocol=protocol_of(source.text, source.loaded, window=window, stride=window, max_windows=max_windows),
     )
 
 
@@ -181,6 +253,7 @@ def distance(
     *,
     batch_size: int = 1,
     chunk: int | None = None,
+    workers: Workers | None = None,
     progress: Progress | None = None,
 ) -> Distance:
     """Compare two loaded models that are alike, on the same device.
@@ -191,23 +264,21 @@ def distance(
     Args:
         ids: the whole text.
         windows: cut without BOS or stride, so that each scores all but its first token.
-        batch_size, chunk, progress: as in `common.scoring.window_nll`.
+        batch_size, chunk, workers, progress: as in `common.scoring.window_nll`.
 
     Raises:
         UserError: the models are not of one depth, or of one vocabulary.
     """
     text = torch.as_tensor(ids)
-    sums: list[list[float]] = []  # a row a batch: the fields of a comparison, then the layers
-    done = 0
+
+    def far(batch: list[Window]) -> list[float]:
+        """The fields of a comparison, then the layers."""
+        tokens = torch.stack([text[w.start : w.stop] for w in batch]).to(source.device)
+        # Summed on the CPU, as not every accelerator has fp64.
+        return [figure.cpu().double().sum().item() for figure in _compare(source, result, tokens, chunk)]
+
     with evaluating(source), evaluating(result), quiet():  # some classes warn of ids that could be padding
-        for batch in batches(windows, batch_size):
-            tokens = torch.stack([text[w.start : w.stop] for w in batch]).to(source.device)
-            # Summed on the CPU, as not every accelerator has fp64.
-            figures = _compare(source, result, tokens, chunk)
-            sums.append([figure.cpu().double().sum().item() for figure in figures])
-            done += len(batch)
-            if progress:
-                progress(done, len(windows))
+        sums = map_batches(far, windows, batch_size, workers, progress)
     kl, agreed, loss, source_loss, *layers = (math.fsum(column) for column in zip(*sums, strict=True))
     scored, held = sum(w.scored for w in windows), sum(w.stop - w.start for w in windows)
     layer_errors = [total / held for total in layers]

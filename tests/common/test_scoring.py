@@ -146,7 +146,7 @@ def test_evaluating_turns_dropout_off_and_puts_the_mode_back(ids):
 def test_window_sums(bos_id, ids):
     model, text = make_model("llama"), ids.flatten().tolist()
     windows = split_windows(len(text), 9, stride=4, bos=bos_id is not None)
-    sums = scoring.window_nll(model, text, windows, bos_id=bos_id, batch_size=3)
+    sums = scoring.window_nll(model, text, windows, lead_id=bos_id, batch_size=3)
     assert len(sums) == len(windows)
     for window, total in zip(windows, sums, strict=True):
         row = ([] if bos_id is None else [bos_id]) + text[window.start : window.stop]
@@ -161,7 +161,7 @@ def test_window_refusals(ids):
     with pytest.raises(UserError, match=f"token id {VOCABULARY} lies beyond"):
         scoring.window_nll(model, [*text[:-1], VOCABULARY], windows)
     with pytest.raises(UserError, match="token id 500 lies beyond"):
-        scoring.window_nll(model, text, windows, bos_id=500)
+        scoring.window_nll(model, text, windows, lead_id=500)
     with torch.no_grad():
         model.lm_head.weight.fill_(torch.inf)
     with pytest.raises(CheckFailed, match="loss of tokens 1:20 is nan"):

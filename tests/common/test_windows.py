@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfold.common.errors import UserError
-from kvfold.common.windows import Window, batches, split_windows
+from kvfold.common.windows import Window, batches, rolling_windows, split_windows
 
 
 @st.composite
@@ -52,7 +52,7 @@ def test_each_token_is_scored_once_and_after_something(cut):
     ],
 )
 def test_windows_of_four(tokens, options, expected):
-    assert split_windows(tokens, 4, **options) == [Window(*window) for window in expected]
+    assert split_windows(tokens, 4, **options) == [Window(*window, options.get("bos", False)) for window in expected]
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,33 @@ def test_batches_keep_order_and_shape(cut, size):
 def test_a_batch_size_must_be_positive():
     with pytest.raises(UserError, match="batch size 0"):
         list(batches([Window(0, 4, 1)], 0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "expected"),
+    [
+        (3, {}, [(0, 3, 0, True)]),
+        (4, {}, [(0, 4, 0, True)]),
+        (5, {}, [(0, 4, 0, True), (0, 5, 4)]),
+        (8, {}, [(0, 4, 0, True), (3, 8, 4)]),
+        (11, {}, [(0, 4, 0, True), (3, 8, 4), (6, 11, 8)]),
+        (11, {"max_windows": 2}, [(0, 4, 0, True), (3, 8, 4)]),
+    ],
+)
+def test_rolling_windows_of_four(tokens, options, expected):
+    assert rolling_windows(tokens, 4, **options) == [Window(*window) for window in expected]
+
+
+@given(st.integers(1, 200), st.integers(1, 40))
+def test_rolling_windows_score_every_token_once_and_never_exceed_the_context(tokens, window):
+    cut = rolling_windows(tokens, window)
+    assert [t for w in cut for t in range(w.first_scored, w.stop)] == list(range(tokens))
+    # The last token of a window is predicted only: the model does not see it.
+    assert all(w.led + w.stop - w.start - 1 <= window for w in cut)
+    assert all(w.led or w.first_scored > w.start for w in cut)
+
+
+@pytest.mark.parametrize(("tokens", "window", "options"), [(0, 4, {}), (4, 0, {}), (4, 4, {"max_windows": 0})])
+def test_rolling_windows_that_score_nothing(tokens, window, options):
+    with pytest.raises(UserError, match=r"scores? nothing|needs at least 1"):
+        rolling_windows(tokens, window, **options)

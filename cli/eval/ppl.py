@@ -1,4 +1,4 @@
-"""`kvfold eval`: judge a model."""
+"""`kvfold eval ppl`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from typing import Any
 
 import click
 
-from ..common.output import print_report
-from . import options
+from ...common.output import print_report
+from ...common.protocol import KVFOLD, PROTOCOLS
+from .. import options
 
 
-@click.group("eval")
-def evaluate() -> None:
-    """Judge a model: perplexity, cache size."""
-
-
-@evaluate.command()
+@click.command()
 @click.argument("model")
 @click.option("--text", multiple=True, required=True, help="A file, builtin, or hub:NAME; may be repeated.")
+@click.option(
+    "--protocol",
+    type=click.Choice(PROTOCOLS),
+    default=KVFOLD,
+    show_default=True,
+    help="lm-eval is lm-evaluation-harness's: windows of the model's context that score every token.",
+)
 @click.option("--window", type=options.count, help="Tokens a window.  [2048, or the model's context if smaller]")
 @click.option("--stride", type=options.count, help="Tokens between the starts of windows.  [no overlap]")
 @click.option("--max-windows", type=options.count, help="Score only the first so many windows.")
@@ -29,23 +32,9 @@ def evaluate() -> None:
 @options.as_json
 def ppl(model: str, as_json: bool, **knobs: Any) -> None:
     """Measure the perplexity of MODEL, with the protocol that makes the figure comparable."""
-    from ..common.progress import show_progress
-    from ..eval.ppl import perplexity
+    from ...common.progress import show_progress
+    from ...eval.ppl import perplexity
 
     with show_progress("scoring") as progress:
         report = perplexity(model, progress=progress, **knobs)
     print_report(report, as_json=as_json)
-
-
-@evaluate.command()
-@click.argument("model")
-@click.option("--context", type=options.count, help="Tokens of the sequence.  [512, or the model's context if smaller]")
-@options.run_dtype(auto="the checkpoint's own")
-@options.device
-@options.revision
-@options.as_json
-def cache(model: str, as_json: bool, **knobs: Any) -> None:
-    """Size the key/value cache of MODEL: by formula, and measured after a forward pass."""
-    from ..eval.cache import cache_size
-
-    print_report(cache_size(model, **knobs), as_json=as_json)

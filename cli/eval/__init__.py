@@ -1,0 +1,18 @@
+"""`kvfold eval`: judge a model."""
+
+from __future__ import annotations
+
+import click
+
+from .cache import cache
+from .compare import compare
+from .ppl import ppl
+
+
+@click.group("eval")
+def evaluate() -> None:
+    """Judge a model: quality, cache, speed."""
+
+
+for command in (ppl, cache, compare):
+    evaluate.add_command(command)

@@ -1,0 +1,47 @@
+"""`kvfold eval compare`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ...common.output import print_report, print_table
+from .. import options
+
+COLUMNS = {
+    "model": "model",
+    "perplexity": "perplexity",
+    "x source": "perplexity_ratio",
+    "KL": "kl",
+    "top-1 agreement": "top1_agreement",
+    "first bad layer": "first_bad_layer",
+    "passed": "passed",
+}
+
+
+@click.command()
+@click.argument("src")
+@click.argument("outs", nargs=-1, required=True, metavar="OUT...")
+@click.option("--text", multiple=True, required=True, help="A file, builtin, or hub:NAME; may be repeated.")
+@click.option("--window", type=options.count, help="Tokens a window.  [512, or SRC's context if smaller]")
+@click.option("--max-windows", type=options.count, help="Compare on only the first so many windows.")
+@click.option("--batch-size", type=options.count, default=1, show_default=True, help="Does not change the result.")
+@options.run_dtype(auto="float32 on a CPU and SRC's own elsewhere")
+@options.device
+@click.option("--revision", help="Branch, tag or commit of SRC, if it is a Hub id.")
+@options.as_json
+def compare(src: str, outs: tuple[str, ...], as_json: bool, **knobs: Any) -> None:
+    """Measure how far each OUT is from the SRC that all were converted from.
+
+    Divergence KL(SRC || OUT) in nats, how often both find the same token likeliest, perplexities and their ratio,
+    on the same windows of the same text.
+    """
+    from ...common.progress import show_progress
+    from ...eval.compare import compare as measure
+
+    with show_progress("comparing") as progress:
+        report = measure(src, outs, progress=progress, **knobs)
+    print_report(report, as_json=as_json, hide=["results"])
+    if not as_json:
+        print_table([vars(row) for row in report.results], COLUMNS)

@@ -1,0 +1,1 @@
+"""One page that shows how conversions of one model compare."""
