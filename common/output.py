@@ -28,11 +28,13 @@ def print_report(report: Any, *, as_json: bool, hide: Sequence[str] = ()) -> Non
     _print(*(f"{key:<{width}}  {value}" for key, value in rows))
 
 
-def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> None:
+def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *, title: str = "") -> None:
     """Print rows under headings, as `print_report` does; `columns` maps each heading to a key of the rows.
 
-    The first column stands left.
+    The first column stands left. A title is set off from what was printed before.
     """
+    if title:
+        _print("", title)
     cells = [list(columns), *([_say(key, row[key]) for key in columns.values()] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
@@ -49,8 +51,7 @@ def print_layers(title: str, figures: Sequence[float | None]) -> None:
         {"layer": start, **dict.fromkeys(columns, ""), **dict(zip(columns, figures[start:], strict=False))}
         for start in range(0, len(figures), A_ROW)
     ]
-    _print("", title)
-    print_table(rows, {name: name for name in ("layer", *columns)})
+    print_table(rows, {name: name for name in ("layer", *columns)}, title=title)
 
 
 def _print(*lines: str) -> None:

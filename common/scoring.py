@@ -276,13 +276,7 @@ def window_nll(
     check_ids(model, max(int(ids.max()), lead_id or 0))
 
     def sums(batch: list[Window]) -> list[float]:
-        tokens = torch.stack([ids[w.start : w.stop] for w in batch])
-        if batch[0].led:
-            tokens = F.pad(tokens, (1, 0), value=lead_id)
-        first = tokens.shape[1] - batch[0].scored
-        nll = sequence_nll(model, tokens.to(model.device), first=first, chunk=chunk)
-        # Summed on the CPU, as not every accelerator has fp64.
-        totals = nll.cpu().double().sum(1).tolist()
+        totals = batch_nll(model, ids, batch, lead_id=lead_id, chunk=chunk).sum(1).tolist()
         for window, total in zip(batch, totals, strict=True):
             if not math.isfinite(total):
                 raise CheckFailed(
@@ -293,6 +287,17 @@ def window_nll(
 
     with evaluating(model):
         return list(chain.from_iterable(map_batches(sums, windows, batch_size, workers, progress)))
+
+
+def batch_nll(
+    model, ids: Tensor, batch: Sequence[Window], *, lead_id: int | None = None, chunk: int | None = None
+) -> Tensor:
+    """Negative log-likelihoods [B, scored] in nats of what B windows of one shape score; see `window_nll`."""
+    tokens = torch.stack([ids[w.start : w.stop] for w in batch])
+    if batch[0].led:
+        tokens = F.pad(tokens, (1, 0), value=lead_id)
+    nll = sequence_nll(model, tokens.to(model.device), first=tokens.shape[1] - batch[0].scored, chunk=chunk)
+    return nll.cpu().double()  # to be summed on the CPU, as not every accelerator has fp64
 
 
 def map_batches(

@@ -179,9 +179,9 @@ class Reference:
     ) -> VerifyReport:
         """`verify` of one result, which is in memory no longer than that takes."""
         dtype = str(self.loaded.dtype).removeprefix("torch.")
-        _check_tokenizer(self.model, out, self.text)
+        check_tokenizer(self.model, out, self.text)
         result = load_model(out, dtype=dtype, device=self.workers.device)
-        _check_alike(self.model, out, self.loaded, result)
+        check_alike(self.model, out, self.loaded.config, result.config)
         check_readable(out, result.config)
         window = min(fit_context(model.config, "window", window, DEFAULT_WINDOW) for model in (self.loaded, result))
         windows = split_windows(len(self.text.ids), window, max_windows=max_windows)
@@ -354,7 +354,12 @@ def _token_errors(source: Tensor, result: Tensor, scale: float = 1.0) -> Tensor:
     return (result.to(wide) / scale - source).norm(dim=-1) / norm
 
 
-def _check_tokenizer(src: str | Path, out: str | Path, text: TokenizedText) -> None:
+def check_tokenizer(src: str | Path, out: str | Path, text: TokenizedText) -> None:
+    """Refuse a result whose tokenizer reads the text in another way than its source's.
+
+    Raises:
+        UserError: so it is.
+    """
     if not (Path(out) / "tokenizer.json").is_file():
         return
     theirs = token_ids(out, load_tokenizer(out), text.joined)
@@ -366,9 +371,14 @@ def _check_tokenizer(src: str | Path, out: str | Path, text: TokenizedText) -> N
         )
 
 
-def _check_alike(src: str | Path, out: str | Path, source, result) -> None:
+def check_alike(src: str | Path, out: str | Path, source, result) -> None:
+    """Refuse a result whose config does not go with its source's.
+
+    Raises:
+        UserError: so it is.
+    """
     for name, meaning in _ALIKE.items():
-        theirs, ours = (getattr(_text_config(model), name) for model in (source, result))
+        theirs, ours = (getattr(config.get_text_config(decoder=True), name) for config in (source, result))
         if theirs != ours:
             raise UserError(f"{out} has a {meaning} of {ours}, {src} of {theirs}; is it that source's result?")
 

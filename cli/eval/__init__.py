@@ -6,6 +6,7 @@ import click
 
 from .cache import cache
 from .compare import compare
+from .long import long
 from .ppl import ppl
 
 
@@ -14,5 +15,5 @@ def evaluate() -> None:
     """Judge a model: quality, cache, speed."""
 
 
-for command in (ppl, cache, compare):
+for command in (ppl, cache, compare, long):
     evaluate.add_command(command)
