@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..common.errors import UserError
-
 
 @dataclass(frozen=True)
 class Panel:
@@ -23,18 +21,6 @@ class Panel:
     title: str
     curves: Mapping[str, Sequence[tuple[int, float]]]
     source: float
-
-
-def check_plots() -> None:
-    """Say before hours of work, rather than after, that nothing can be drawn.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401 - only asked for
-    except ImportError:
-        raise UserError("--plot needs matplotlib; pip install 'kvfold[plots]'") from None
 
 
 def open_panels(count: int) -> tuple[Any, list[Any]]:

@@ -63,10 +63,8 @@ def draw(lines: list[dict[str, Any]], title: str, path: Path) -> str:
 
     A picture is the last thing that a run should fail at, whatever its fonts make of the names in it.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        return "pip install 'kvfold[plots]', and the next run draws one"
+    import matplotlib
+
     try:
         with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -28,7 +28,7 @@ from ...common.cache import cache_folder
 from ...common.errors import UserError
 from ...common.status import leave, prepare_process, status_of
 from ...common.text import BUILTIN
-from ..plots import Panel, check_plots, draw_losses
+from ..plots import Panel, draw_losses
 from ..tables import row, rule
 from ..timed import Job, conversion, run_jobs, uptraining
 from ..tiny import MODEL_DIR
@@ -185,8 +185,6 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=2, help="trainings at a time, which share the cores")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves as an SVG")
     options = parser.parse_args(args)
-    if options.plot:
-        check_plots()
     plan = replace(PLAN, tokens=options.tokens, learning_rate=options.learning_rate)
     curves = run_lane(options.cache.resolve(), list(dict.fromkeys(options.only or WAYS)), plan, options.at_once)
     for line in report(curves):

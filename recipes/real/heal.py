@@ -28,7 +28,7 @@ from ...common.text import BUILTIN
 from ...convert.source import open_source
 from ...eval.ppl import perplexity
 from ..heal.looks import Looks, read_looks
-from ..plots import Panel, check_plots, draw_losses
+from ..plots import Panel, draw_losses
 from ..tables import row, rule
 from ..timed import JUDGING, Made, code_digest, remembered, run_jobs, timed_convert, uptraining
 from .handbook import fetch_handbook
@@ -216,8 +216,6 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-once", type=int, default=1, help="trainings at a time, which share the cores")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves as an SVG")
     options = parser.parse_args(args)
-    if options.plot:
-        check_plots()
     known = {field.name for field in fields(Plan)}
     plan = Plan(**{name: value for name, value in vars(options).items() if name in known and value is not None})
     cache = options.cache.resolve()

@@ -33,7 +33,7 @@ from ...convert.directory import RECORD
 from ...convert.gguf import dequantise
 from ...convert.inspect import inspect_model
 from ...eval.ppl import PerplexityReport, perplexity
-from ..plots import check_plots, open_panels, save_svg
+from ..plots import open_panels, save_svg
 from ..timed import Made, timed_convert
 from .handbook import fetch_handbook
 
@@ -166,8 +166,6 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-windows", type=int, default=16)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw perplexity against cached elements")
     options = parser.parse_args(args)
-    if options.plot:
-        check_plots()
     rows = run_lane(options.cache.resolve(), options.only or list(WAYS), options.calib_windows, options.max_windows)
     names = list(rows[0]["judged"])
     print(

@@ -89,9 +89,3 @@ def test_the_picture(tmp_path, lines, recwarn):
     assert draw(lines, "$title_$ 題", tmp_path / "loss.png") == ""
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not recwarn.list
-
-
-def test_no_picture_without_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert "pip install 'kvfold[plots]'" in draw(LINES, "title", tmp_path / "loss.png")
-    assert not (tmp_path / "loss.png").exists()
