@@ -78,7 +78,9 @@ def _say(key: str, value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
     if isinstance(value, int) and "bytes" in key:
-        return f"{value:,}{_unit(value)}"
+        return f"{value:,}{_bytes(value)}"
+    if isinstance(value, int) and "flops" in key:
+        return f"{value:,}{_in_brackets(*_decimal(value, 'FLOP'))}"
     if isinstance(value, int):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     if isinstance(value, float):
@@ -86,8 +88,18 @@ def _say(key: str, value: Any) -> str:
     return str(value)
 
 
-def _unit(count: int) -> str:
-    for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), 1):
-        if 1 <= (scaled := count / 1024**power) < 1024:
-            return f" ({scaled:.2f} {unit})"
-    return ""
+def _bytes(count: int) -> str:
+    """In binary units, as machines are sized, and from a gigabyte on in decimal ones beside, as papers are."""
+    # Half a GiB is a size that people know, half a MiB is not.
+    units = ((4, "TiB", 1), (3, "GiB", 0.5), (2, "MiB", 1), (1, "KiB", 1))
+    said = [f"{count / 1024**power:.2f} {unit}" for power, unit, least in units if count >= least * 1024**power][:1]
+    return _in_brackets(*said, *(_decimal(count, "B") if count >= 10**9 else ()))
+
+
+def _decimal(count: int, unit: str) -> list[str]:
+    prefixes = ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M"))
+    return [f"{count / 10**power:.2f} {prefix}{unit}" for power, prefix in prefixes if count >= 10**power][:1]
+
+
+def _in_brackets(*texts: str) -> str:
+    return f" ({', '.join(texts)})" if texts else ""

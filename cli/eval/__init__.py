@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from .cache import cache
+from .calculators import flops, memory
 from .compare import compare
 from .long import long
 from .ppl import ppl
@@ -15,5 +16,5 @@ def evaluate() -> None:
     """Judge a model: quality, cache, speed."""
 
 
-for command in (ppl, cache, compare, long):
+for command in (ppl, cache, compare, long, flops, memory):
     evaluate.add_command(command)
