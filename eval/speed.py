@@ -1,0 +1,277 @@
+"""How fast models read a prompt and decode, side by side, and how close they come to what the machine can do.
+
+All models run in one process and take turns, block by block, so that the machine's moods hit all alike; what a
+device copies and multiplies in a second is measured in between (`eval.floors`). The first block of each is not counted.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..common.errors import UserError
+from ..common.kvcache import context_length
+from ..common.loading import load_model
+from ..common.parallel import is_alone, promised_size
+from ..common.progress import Progress
+from ..convert.check import check_readable
+from .speed_report import SpeedProtocol, SpeedReport, SpeedRow
+
+if TYPE_CHECKING:
+    import torch
+
+    from .floors import Gauge
+    from .speed_memory import Footprint
+    from .speed_turns import Point
+
+DEFAULT_CONTEXTS = (512, 1024, 4096)
+
+
+def speed(
+    models: Sequence[str | Path],
+    *,
+    context: Sequence[int] = (),
+    batch_size: Sequence[int] = (1,),
+    steps: int = 8,
+    runs: int = 5,
+    memory: int | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    absorb: bool = True,
+    revision: str | None = None,
+    progress: Progress | None = None,
+) -> SpeedReport:
+    """Time checkpoints side by side.
+
+    Args:
+        models: directories, GGUF files or Hub ids; ratios are to the first.
+        context: tokens of a prompt, and cached ones that decoding begins with; by default those of 512, 1024 and 4096
+            that every model takes.
+        batch_size: sequences at a time.
+        steps: tokens of a block.
+        runs: counted blocks of each model at each context and batch size.
+        memory: bytes to say the largest batch and context for.
+        dtype, device, revision: see `common.loading.load_model`.
+        absorb: whether models with latents decode without expanding them.
+        progress: called with `(turns done, turns in all)`.
+
+    Raises:
+        UserError: a number does not fit a model, or a model is given twice.
+        EnvironmentFailure: see `load_model`.
+    """
+    _refuse_company()
+    names = [str(model) for model in models]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UserError(f"{min(twice)} is given twice; give every model once")
+    loaded = {name: load_model(name, dtype=dtype, device=device, revision=revision) for name in names}
+    for name, model in loaded.items():
+        check_readable(name, model.config)
+    return measure_speed(
+        loaded,
+        contexts=context,
+        batch_sizes=batch_size,
+        steps=steps,
+        runs=runs,
+        memory_budget=memory,
+        expand=() if absorb else names,
+        progress=progress,
+    )
+
+
+def measure_speed(
+    models: Mapping[str, Any],
+    *,
+    contexts: Sequence[int] = (),
+    batch_sizes: Sequence[int] = (1,),
+    steps: int = 8,
+    runs: int = 5,
+    prefill_runs: int = 3,
+    memory_budget: int | None = None,
+    expand: Collection[str] = (),
+    cuda_graphs: bool = False,
+    gauge: Gauge | None = None,
+    progress: Progress | None = None,
+) -> SpeedReport:
+    """Time loaded models side by side; they are left as they were.
+
+    Args:
+        models: by name; ratios are to the first. One model may have several names.
+        prefill_runs: prompts of each model at each context and batch size, at most; 0 for none.
+        memory_budget: `memory` of `speed`.
+        expand: names of those that decode with their latents expanded.
+        cuda_graphs: replay steps from CUDA graphs, as launching them one by one takes longer than small ones run.
+        gauge: measures the device; one for it and the models' dtype by default.
+
+    The rest is as in `speed`.
+
+    Raises:
+        UserError: a number does not fit a model, or models differ in dtype or device.
+    """
+    from .floors import Gauge
+    from .speed_memory import measure_footprint
+    from .speed_turns import Point, decode_in_turn, read_in_turn
+
+    _refuse_company()
+    _check_numbers(batch_size=batch_sizes, steps=[steps], runs=[runs], context=contexts)
+    if not models or not batch_sizes:
+        raise UserError("there is nothing to time; give a model and a batch size")
+    contexts = _fit(models, contexts, steps)
+    device, dtype = _common_ground(models)
+    if cuda_graphs and device.type != "cuda":
+        raise UserError(f"CUDA graphs need a CUDA device, and these models are on {device}; go without")
+    footprints = {name: measure_footprint(model, name=name) for name, model in models.items()}
+    gauge = gauge or Gauge(device, dtype)
+    total = len(contexts) * len(batch_sizes) * (runs + 1 + prefill_runs)
+    points: list[Point] = []
+    for number, (context, batch_size) in enumerate(product(contexts, batch_sizes)):
+        done = number * (runs + 1 + prefill_runs)
+
+        def told(turns: int, done: int = done) -> None:
+            if progress:
+                progress(done + turns, total)
+
+        blocks = decode_in_turn(models, context, batch_size, steps, runs, expand, cuda_graphs, gauge, told)
+        prompts = read_in_turn(models, context, batch_size, prefill_runs, expand, lambda n: told(runs + 1 + n))
+        points.append(Point(context, batch_size, blocks, prompts))
+        told(runs + 1 + prefill_runs)
+    return SpeedReport(
+        results=[
+            _row(name, model, point, steps, footprints[name], gauge, memory_budget, name in expand)
+            for point in points
+            for name, model in models.items()
+        ],
+        copy_bytes_per_second=gauge.copy_bytes_per_second,
+        matrix_flops_per_second=gauge.matrix_flops_per_second,
+        memory_budget_bytes=memory_budget,
+        protocol=_protocol(device, dtype, steps, runs, prefill_runs, cuda_graphs),
+    )
+
+
+def _row(
+    name: str,
+    model: Any,
+    point: Point,
+    steps: int,
+    footprint: Footprint,
+    gauge: Gauge,
+    memory: int | None,
+    expand: bool,
+) -> SpeedRow:
+    from .floors import step_work
+    from .speed_runs import decoding_of
+
+    context, batch_size = point.context, point.batch_size
+    kind = decoding_of(model, expand=expand)
+    cached = footprint.cache_bytes(context)
+    work = step_work(model, kind, context=context, batch_size=batch_size, cache_bytes=cached)
+    floors = {
+        "memory": 1e3 * (work.weight_bytes + work.cache_bytes) / gauge.copy_bytes_per_second,
+        "arithmetic": 1e3 * work.flops / gauge.matrix_flops_per_second,
+    }
+    bound = max(floors, key=lambda floor: floors[floor])
+    step = [1e3 * seconds / steps for seconds in point.blocks[name]]
+    (first, *_), own = point.blocks.values(), point.blocks[name]
+    decoded = _spread([batch_size * steps / seconds for seconds in own])
+    prefill = _spread([batch_size * context / seconds for seconds in point.prompts[name]])
+    median, least, most = _spread(step)
+    return SpeedRow(
+        model=name,
+        decoding=kind,
+        context=context,
+        batch_size=batch_size,
+        prefill_tokens_per_second=prefill[0],
+        prefill_tokens_per_second_min=prefill[1],
+        prefill_tokens_per_second_max=prefill[2],
+        tokens_per_second=decoded[0],
+        tokens_per_second_min=decoded[1],
+        tokens_per_second_max=decoded[2],
+        milliseconds_per_step=median,
+        milliseconds_per_step_min=least,
+        milliseconds_per_step_max=most,
+        x_first=statistics.median(theirs / ours for theirs, ours in zip(first, own, strict=True)),
+        read_weight_bytes=work.weight_bytes,
+        read_cache_bytes=work.cache_bytes,
+        flops_per_step=work.flops,
+        memory_floor_ms=floors["memory"],
+        arithmetic_floor_ms=floors["arithmetic"],
+        bound=bound,
+        floor_share=floors[bound] / median,
+        weight_bytes=footprint.weight_bytes,
+        largest_batch_size=None if memory is None else footprint.largest_batch_size(context, memory),
+        largest_context=None if memory is None else footprint.largest_context(batch_size, memory),
+    )
+
+
+def _spread(figures: Sequence[float]) -> tuple[Any, Any, Any]:
+    """Median, least and most; None for each where there are no figures."""
+    return (statistics.median(figures), min(figures), max(figures)) if figures else (None, None, None)
+
+
+def _refuse_company() -> None:
+    if not is_alone():
+        raise UserError(
+            f"{promised_size()} processes would slow each other down; time models in one, without a launcher"
+        )
+
+
+def _check_numbers(**numbers: Sequence[int]) -> None:
+    for name, given in numbers.items():
+        if wrong := [number for number in given if number < 1]:
+            raise UserError(f"{name} {wrong[0]} leaves nothing to time; give 1 or more")
+
+
+def _fit(models: Mapping[str, Any], contexts: Sequence[int], steps: int) -> list[int]:
+    """The contexts to time, each once: those asked for, else the default ones that every model takes.
+
+    Raises:
+        UserError: a model is not made for a context and the steps after it.
+    """
+    limits = {name: longest for name, each in models.items() if (longest := context_length(each.config)) is not None}
+    name = min(limits, key=lambda each: limits[each]) if limits else ""
+    room = limits[name] - steps if limits else max((*contexts, *DEFAULT_CONTEXTS))
+    if room < 1:
+        raise UserError(f"{steps} steps leave no context of the {limits[name]} tokens that {name} takes; give fewer")
+    if long := [context for context in contexts if context > room]:
+        raise UserError(
+            f"context {long[0]} and {steps} steps are more than the context {limits[name]} of {name}; "
+            f"give {room} or less"
+        )
+    return list(dict.fromkeys(contexts or [each for each in DEFAULT_CONTEXTS if each <= room] or [room]))
+
+
+def _common_ground(models: Mapping[str, Any]) -> tuple[torch.device, torch.dtype]:
+    """The device and dtype of all models.
+
+    Raises:
+        UserError: they differ.
+    """
+    found = {(model.device, model.dtype) for model in models.values()}
+    if len(found) > 1:
+        each = ", ".join(f"{name} {str(m.dtype).removeprefix('torch.')} on {m.device}" for name, m in models.items())
+        raise UserError(f"models compare on one device in one dtype only ({each}); give --dtype")
+    return found.pop()
+
+
+def _protocol(
+    device: torch.device, dtype: torch.dtype, steps: int, runs: int, prefill_runs: int, cuda_graphs: bool
+) -> SpeedProtocol:
+    import torch
+    import transformers
+
+    accelerated = device.type == "cuda"
+    return SpeedProtocol(
+        device=str(device),
+        device_name=torch.cuda.get_device_name(device) if accelerated else platform.machine(),
+        dtype=str(dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        steps=steps,
+        runs=runs,
+        prefill_runs=prefill_runs,
+        cuda_graphs=cuda_graphs,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+    )
