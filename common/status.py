@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +26,8 @@ _WRONG_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, err
 _LEFT_ALONE = r"gloo[/\\]transport|closed by peer|reset by peer|broken pipe|NCCL|remote process exited|store->get"
 # What they say when the disk, or what one may write, is full.
 _NO_ROOM = r"no space left|file too large|disk quota|inline_container.*(unexpected pos|failed writing)"
+# Seconds that the first process gets to say what is wrong: a launcher stops all as soon as one has ended.
+_TURN = 3.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -76,9 +79,11 @@ def fail(message: str, status: int) -> int:
     Of several processes on one machine the first speaks for all about what they were given or told; about what befell
     one of them, it speaks itself.
     """
-    shared = status in (CheckFailed.exit_status, UserError.exit_status) or status > 128
-    if not shared or is_first_here():
+    wrong = status in (CheckFailed.exit_status, UserError.exit_status)
+    if is_first_here() or not (wrong or status > 128):
         print(f"kvfold: {' '.join(message.split())}", file=sys.stderr)
+    elif wrong:
+        time.sleep(_TURN)
     return status
 
 

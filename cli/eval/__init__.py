@@ -9,6 +9,8 @@ from .calculators import flops, memory
 from .compare import compare
 from .long import long
 from .ppl import ppl
+from .speed import speed
+from .tasks import tasks
 
 
 @click.group("eval")
@@ -16,5 +18,5 @@ def evaluate() -> None:
     """Judge a model: quality, cache, speed."""
 
 
-for command in (ppl, cache, compare, long, flops, memory):
+for command in (ppl, cache, compare, long, speed, flops, memory, tasks):
     evaluate.add_command(command)

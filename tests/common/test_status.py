@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from kvfold.common import status
 from kvfold.common.errors import CheckFailed, EnvironmentFailure, UserError
 from kvfold.common.status import Stopped, status_of
 
@@ -51,12 +52,15 @@ def test_what_nobody_foresaw_is_our_fault(capsys, monkeypatch):
 @pytest.mark.parametrize("said", [UserError("a"), CheckFailed("a"), Stopped(15)])
 def test_the_first_of_a_machine_speaks_for_all_about_what_they_were_told(said, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    heard = []
+    heard, waited = [], []
+    monkeypatch.setattr(status.time, "sleep", waited.append)
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
         status_of(raising(said))
         heard.append(capsys.readouterr().err)
     assert heard[0] and not heard[1]
+    # The second does not end first, or the launcher would stop the first before it has spoken; a signal stops both.
+    assert len(waited) == (not isinstance(said, Stopped))
 
 
 def test_each_speaks_of_what_befell_it(capsys, monkeypatch):
