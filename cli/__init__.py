@@ -19,6 +19,7 @@ from .convert import convert
 from .demo import demo
 from .eval import evaluate
 from .inspect import inspect
+from .report import report
 from .uptrain import uptrain
 from .verify import verify
 
@@ -29,7 +30,7 @@ def kvfold() -> None:
     """Fold the key/value cache of pretrained language models."""
 
 
-for command in (inspect, calibrate, convert, check, uptrain, verify, evaluate, demo):
+for command in (inspect, calibrate, convert, check, uptrain, verify, evaluate, report, demo):
     kvfold.add_command(command)
 
 

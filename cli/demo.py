@@ -11,17 +11,20 @@ from . import options
 
 
 @click.command()
-@click.option("--out", type=click.Path(path_type=Path), help="Keep the converted checkpoints in this new directory.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Keep all in this new directory.  [kvfold's cache]",
+)
 @options.as_json
 def demo(out: Path | None, as_json: bool) -> None:
-    """Take the embedded model through inspect, convert and eval, without a network."""
+    """Take the embedded model through inspect, convert, eval and report, without a network."""
     from ..common.progress import show_progress
     from ..recipes.demo import COLUMNS, NEXT_STEPS, REFINE_WINDOWS, run_demo
 
-    with show_progress("demo") as progress:
-        report = run_demo(out=out, progress=progress)
+    report = run_demo(out=out, progress=show_progress)
     print_report(report, as_json=as_json, hide=["results"])
     if not as_json:
         print()
         print_table(report.rows(), COLUMNS)
-        print(NEXT_STEPS.format(model=report.model, windows=REFINE_WINDOWS))
+        print(NEXT_STEPS.format(model=report.model, report=report.report, windows=REFINE_WINDOWS))

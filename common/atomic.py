@@ -14,8 +14,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +27,30 @@ _NOREPLACE, _EXCHANGE = 1, 2
 _MARGIN = 64 << 20
 _LONGEST_NAME = 200  # bytes; most file systems hold 255, and the siblings add some
 _UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a directory must be to be replaced.
+
+    Attributes:
+        name: such as "a checkpoint".
+        holds: whether a directory is one; may raise a UserError that says why it must stay all the same.
+    """
+
+    name: str
+    holds: Callable[[Path], bool]
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether a directory is of the kind that we replace: its config.json names a model type."""
+    try:
+        return "model_type" in json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+
+
+CHECKPOINT = Kind("a checkpoint", _is_checkpoint)
 
 
 def _rename_with(flag: int, source: Path, target: Path) -> bool:
@@ -135,15 +160,16 @@ def check_room(path: Path, needed: int) -> None:
         raise EnvironmentFailure(f"{folder} has {free:,} bytes free and {needed:,} are needed; make room first")
 
 
-def check_output(out: Path, *, overwrite: bool | None) -> None:
+def check_output(out: Path, *, overwrite: bool | None, kind: Kind = CHECKPOINT) -> None:
     """Refuse an OUT that may not be written, before any work is done.
 
     Args:
         out: the directory to appear.
-        overwrite: whether the user allowed an existing checkpoint to be replaced; None where nobody can.
+        overwrite: whether the user allowed an existing directory of this kind to be replaced; None where nobody can.
+        kind: what may be replaced.
 
     Raises:
-        UserError: it exists and may not be replaced, or what exists is no checkpoint.
+        UserError: it exists and may not be replaced, or what exists is of another kind.
     """
     target = real_path(out)
     if blocked := [parent for parent in target.parents if parent.exists() and not parent.is_dir()]:
@@ -157,21 +183,13 @@ def check_output(out: Path, *, overwrite: bool | None) -> None:
         raise UserError(f"{out} exists; choose another name{way_out}")
     if Path.cwd().is_relative_to(target):
         raise UserError(f"{out} holds the current directory; --overwrite does not replace that")
-    if any(target.iterdir()) and not _is_checkpoint(target):
-        raise UserError(f"{out} is not a checkpoint, so --overwrite does not replace it; move it away")
+    if any(target.iterdir()) and not kind.holds(target):
+        raise UserError(f"{out} is not {kind.name}, so --overwrite does not replace it; move it away")
 
 
 def real_path(path: Path) -> Path:
     """The absolute path behind all links; a loop of links stays as it is, and fails when it is used."""
     return Path(os.path.realpath(path))
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    """Whether a directory is of the kind that we replace: its config.json names a model type."""
-    try:
-        return "model_type" in json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, TypeError, RecursionError):
-        return False
 
 
 @contextmanager
@@ -229,7 +247,7 @@ def _claim_file(staging: Path, out: Path, wait: bool) -> BinaryIO:
 
 
 @contextmanager
-def output_directory(out: Path, *, overwrite: bool | None = None) -> Iterator[Path]:
+def output_directory(out: Path, *, overwrite: bool | None = None, kind: Kind = CHECKPOINT) -> Iterator[Path]:
     """Yield an empty staging directory that becomes `out` when the block ends without an error.
 
     Raises:
@@ -246,7 +264,7 @@ def output_directory(out: Path, *, overwrite: bool | None = None) -> Iterator[Pa
                     shutil.rmtree(backup, ignore_errors=True)
                 else:
                     backup.rename(out)
-            check_output(out, overwrite=overwrite)
+            check_output(out, overwrite=overwrite, kind=kind)
             yield staging
             _install(staging, backup, out)
         except BaseException:

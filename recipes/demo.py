@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import tempfile
+import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..common.atomic import output_directory
-from ..common.progress import Progress
+from ..common.cache import cache_folder
+from ..common.progress import Stages, silent
+from ..common.protocol import Protocol
 from ..common.text import BUILTIN
 from ..convert.gqa import convert_gqa
 from ..convert.inspect import inspect_model
 from ..convert.mla.convert import convert_mla
 from ..convert.mla.report import MlaReport
-from ..eval.cache import cache_size
-from ..eval.ppl import PerplexityReport, Protocol, perplexity
+from ..eval.report.measure import report
+from ..eval.report.record import Result
+from ..eval.report.write import PAGE
 from .tiny import MODEL_DIR
 
 KV_HEADS = (4, 2, 1)
@@ -47,6 +49,8 @@ NEXT_STEPS = """
 Nothing here was trained from end to end. Averaging heads destroys more than it has to: svd keeps what the loss minds,
 latent attention shares what heads have in common, and refinement repairs each layer on {windows} windows of text.
 Every result is read by stock transformers, the latent ones as DeepSeek-V3.
+Open this page in a browser; it shows what each result costs, layer by layer, and how fast it decodes:
+  {report}
 Try next:
   kvfold inspect {model}
   kvfold convert gqa {model} my-gqa --kv-heads 4 --refine {windows}
@@ -59,7 +63,7 @@ and then the same with a checkpoint of yours in the place of {model}."""
 
 @dataclass(frozen=True)
 class DemoRow:
-    """One model of the demo; the fields are those of `inspect`, `eval cache` and `eval ppl`.
+    """One model of the demo; the fields are those of `report`.
 
     `num_key_value_heads` is None where a latent is cached, the sizes of the latent where heads are.
     """
@@ -75,14 +79,17 @@ class DemoRow:
     kv_elements_per_token_per_layer: int
     kv_bytes_per_token: int
     context: int
-    measured_kv_bytes: int
-    perplexity: float
-    perplexity_ratio: float
+    measured_kv_bytes: int | None
+    perplexity: float | None
+    perplexity_ratio: float | None
 
 
 @dataclass(frozen=True)
 class DemoReport:
-    """What the demo measured: the source first, then every conversion, under one protocol."""
+    """What the demo measured: the source first, then every conversion, under one protocol.
+
+    The checkpoints are kept in `folder`; `report` is the page that shows them all.
+    """
 
     model: str
     family: str
@@ -91,6 +98,8 @@ class DemoReport:
     num_attention_heads: int
     head_dim: int
     tokens: int
+    folder: str
+    report: str
     protocol: Protocol
     results: list[DemoRow]
 
@@ -163,31 +172,39 @@ def _steps() -> list[_Step]:
     ]
 
 
-def run_demo(*, out: Path | None = None, progress: Progress | None = None) -> DemoReport:
-    """Convert the embedded model to fewer KV heads, and to latents of several sizes, and judge each result.
+def run_demo(*, out: Path | None = None, progress: Stages = silent) -> DemoReport:
+    """Convert the embedded model to fewer KV heads, and to latents of several sizes, judge each result, and show all on
+    one page.
 
     Args:
-        out: a directory to create for the converted checkpoints; they are thrown away if None.
-        progress: called with conversions done and conversions in all.
+        out: a directory to create for the converted checkpoints and the page. By default `demo` in kvfold's cache,
+            where the next demo takes the place of this one.
+        progress: opened for each stage.
 
     Raises:
         UserError: `out` exists.
     """
+    folder = out or cache_folder() / "demo"
+    if out is None:
+        shutil.rmtree(folder, ignore_errors=True)
     steps = _steps()
-    with ExitStack() as stack:
-        if out is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfold-demo-")))
-        else:
-            folder = stack.enter_context(output_directory(out))
-        source = inspect_model(MODEL_DIR)
-        rows = [_judge(MODEL_DIR, str(MODEL_DIR), "source", "", 0, None)]
-        for done, step in enumerate(steps):
-            path = folder / step.folder
-            step.convert(path)
-            shown = path if out is None else out / path.name
-            rows.append(_judge(path, str(shown), step.name, step.method, step.windows, rows[0][0].perplexity))
-            if progress:
-                progress(done + 1, len(steps))
+    source = inspect_model(MODEL_DIR)
+    with output_directory(folder) as staging, progress("converting") as advance:
+        for number, step in enumerate(steps):
+            step.convert(staging / step.folder)
+            advance(number + 1, len(steps))
+    page = folder / "report"
+    judged = report(
+        MODEL_DIR,
+        [folder / step.folder for step in steps],
+        out=page,
+        text=[BUILTIN],
+        max_windows=MAX_WINDOWS,
+        batch_size=8,
+        title="kvfold demo",
+        progress=progress,
+    )
+    names = [("source", "", 0), *((step.name, step.method, step.windows) for step in steps)]
     return DemoReport(
         model=str(MODEL_DIR),
         family=source.family,
@@ -195,33 +212,18 @@ def run_demo(*, out: Path | None = None, progress: Progress | None = None) -> De
         num_hidden_layers=source.num_hidden_layers,
         num_attention_heads=source.num_attention_heads,
         head_dim=source.head_dim,
-        tokens=rows[0][1].tokens,
-        protocol=rows[0][1].protocol,
-        results=[row for row, _ in rows],
+        tokens=judged.tokens,
+        folder=str(folder),
+        report=str(page / PAGE),
+        protocol=judged.protocol,
+        results=[
+            DemoRow(name=name, method=method, refine_windows=windows, context=judged.cache_context, **_shared(row))
+            for (name, method, windows), row in zip(names, judged.results, strict=True)
+        ],
     )
 
 
-def _judge(
-    path: Path, shown: str, name: str, method: str, windows: int, reference: float | None
-) -> tuple[DemoRow, PerplexityReport]:
-    """What is said of one model; `reference` is the source's perplexity."""
-    cache = cache_size(path)
-    judged = perplexity(path, text=[BUILTIN], max_windows=MAX_WINDOWS, batch_size=8)
-    looked = inspect_model(path)
-    row = DemoRow(
-        model=shown,
-        name=name,
-        method=method,
-        refine_windows=windows,
-        attention_kind=looked.attention_kind,
-        num_key_value_heads=None if looked.kv_lora_rank else looked.num_key_value_heads,
-        kv_lora_rank=looked.kv_lora_rank,
-        qk_rope_head_dim=looked.qk_rope_head_dim,
-        kv_elements_per_token_per_layer=cache.kv_elements_per_token_per_layer,
-        kv_bytes_per_token=cache.kv_bytes_per_token,
-        context=cache.context,
-        measured_kv_bytes=cache.measured_kv_bytes,
-        perplexity=judged.perplexity,
-        perplexity_ratio=judged.perplexity / (reference or judged.perplexity),
-    )
-    return row, judged
+def _shared(row: Result) -> dict[str, Any]:
+    """What a row of the demo repeats of a report's."""
+    names = {field.name for field in fields(DemoRow)} - {"name"}
+    return {name: value for name, value in vars(row).items() if name in names}

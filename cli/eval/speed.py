@@ -60,7 +60,7 @@ def speed(models: tuple[str, ...], as_json: bool, **knobs: Any) -> None:
     from dataclasses import asdict
 
     from ...common.progress import show_progress
-    from ...eval.speed import speed as time_models
+    from ...eval.speed.measure import speed as time_models
 
     with show_progress("timing") as progress:
         report = time_models(models, progress=progress, **knobs)

@@ -13,7 +13,8 @@ import pytest
 from kvfold.recipes.tiny import MODEL_DIR
 
 SUBCOMMANDS = [[], ["inspect"], ["convert"], ["convert", "gqa"], ["eval"], ["eval", "ppl"], ["eval", "cache"], ["demo"]]
-SUBCOMMANDS += [["calibrate"], ["verify"], ["check"], ["convert", "mla"], ["convert", "plain"]]
+SUBCOMMANDS += [["calibrate"], ["verify"], ["check"], ["convert", "mla"], ["convert", "plain"], ["report"]]
+SUBCOMMANDS += [["eval", each] for each in ("compare", "long", "speed", "flops", "memory", "tasks")]
 
 
 def kvfold(*args, **options):

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from kvfold.eval import floors
-from kvfold.eval.speed_report import SpeedProtocol, SpeedReport, SpeedRow
+from kvfold.eval.speed import floors
+from kvfold.eval.speed.record import SpeedProtocol, SpeedReport, SpeedRow
 from kvfold.recipes.bench import decode
 
 SMALL = "--layers 2 --hidden 32 --intermediate 48 --heads 4 --kv-heads 2 --rank 16 --rope 8 --steps 2 --runs 2"

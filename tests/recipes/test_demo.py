@@ -1,6 +1,7 @@
 """The demo: every way to fold, in one table. A short form here; the whole runs with the README's commands."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import asdict
 
 import pytest
@@ -22,7 +23,12 @@ def short(tmp_path_factory):
         }  # fmt: skip
         for name, value in small.items():
             patch.setattr(demo, name, value)
-        report = demo.run_demo(out=out, progress=lambda *at: seen.append(at))
+
+        @contextmanager
+        def stage(name):
+            yield lambda *at: seen.append((name, *at))
+
+        report = demo.run_demo(out=out, progress=stage)
     return report, out, seen
 
 
@@ -30,7 +36,7 @@ def test_heads_and_latents_stand_in_one_table(short, capsys):
     report, _, seen = short
     assert [row.name for row in report.results] == ["source", "mean", "mla", "mla --refine 1"]
     assert [row.attention_kind for row in report.results] == ["MHA", "GQA", "MLA", "MLA"]
-    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert [at for name, *at in seen if name == "converting"] == [[1, 3], [2, 3], [3, 3]]
     print_table(report.rows(), demo.COLUMNS)
     heading, *lines = capsys.readouterr().out.splitlines()
     assert "rank + rope" in heading
@@ -66,7 +72,7 @@ def test_refinement_is_of_what_was_chosen_without_it(short):
 
 def test_what_is_kept_is_in_stock_form(short):
     report, out, _ = short
-    assert sorted(path.name for path in out.iterdir()) == ["kv2-mean", "mla64", "mla64-refined"]
+    assert sorted(path.name for path in out.iterdir()) == ["kv2-mean", "mla64", "mla64-refined", "report"]
     assert [row.model for row in report.results[1:]] == [str(out / n) for n in ("kv2-mean", "mla64", "mla64-refined")]
     config = json.loads((out / "mla64" / "config.json").read_text())
     assert config["architectures"] == ["DeepseekV3ForCausalLM"]
@@ -75,7 +81,7 @@ def test_what_is_kept_is_in_stock_form(short):
 
 
 def test_next_steps_name_what_is_there():
-    said = demo.NEXT_STEPS.format(model="MODEL", windows=demo.REFINE_WINDOWS)
+    said = demo.NEXT_STEPS.format(model="MODEL", report="PAGE", windows=demo.REFINE_WINDOWS)
     for command in ("inspect MODEL", "convert gqa MODEL", "convert mla MODEL", "verify MODEL my-mla", "check my-mla"):
         assert f"kvfold {command}" in said
 
@@ -83,3 +89,13 @@ def test_next_steps_name_what_is_there():
 def test_a_folder_that_is_there_is_not_overwritten(tmp_path):
     with pytest.raises(UserError):
         demo.run_demo(out=tmp_path)
+
+
+def test_the_page_shows_the_same_figures(short):
+    report, out, _ = short
+    shown = json.loads((out / "report" / "report.json").read_text())
+    assert report.report == str(out / "report" / "index.html") and (out / "report" / "index.html").is_file()
+    for row, theirs in zip(report.results, shown["results"], strict=True):
+        for name in ("model", "perplexity", "perplexity_ratio", "measured_kv_bytes"):
+            assert getattr(row, name) == theirs[name]
+    assert shown["speed"]["results"]

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 
-from ..attention.absorb import absorb
-from ..attention.plain import LatentAttention
-from ..common.errors import UserError
-from ..common.kvcache import attention_kind
-from ..common.scoring import evaluating, head_logits
+from ...attention.absorb import absorb
+from ...attention.plain import LatentAttention
+from ...common.errors import UserError
+from ...common.kvcache import attention_kind
+from ...common.scoring import evaluating, head_logits
 from .floors import ABSORBED, EXPANDED, HEADS, timed
 
 STOCK = ("deepseek_v2", "deepseek_v3")  # what `absorb` absorbs

@@ -15,7 +15,7 @@ class SpeedProtocol:
         threads: of torch, on the CPU.
         steps: tokens that each sequence gets in a block.
         runs: counted blocks of each model.
-        prefill_runs: counted prompts of each model, at most; see `eval.speed_turns.PROMPT_SECONDS`.
+        prefill_runs: counted prompts of each model, at most; see `eval.speed.turns.PROMPT_SECONDS`.
         cuda_graphs: whether steps were replayed from a CUDA graph.
         torch, transformers: their versions.
     """
@@ -44,7 +44,7 @@ class SpeedRow:
         tokens_per_second: decoded, of all sequences together.
         milliseconds_per_step: in which every sequence gets one token.
         x_first: times the speed of the first model, the median of the ratios of all turns.
-        read_weight_bytes, read_cache_bytes: that a step reads at least; see `eval.floors.StepWork`.
+        read_weight_bytes, read_cache_bytes: that a step reads at least; see `eval.speed.floors.StepWork`.
         flops_per_step: that it computes at least.
         memory_floor_ms: both kinds of bytes over the copy bandwidth.
         arithmetic_floor_ms: the operations over the matrix rate.

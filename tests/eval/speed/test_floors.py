@@ -8,13 +8,13 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from kvfold.common.loading import load_model
 from kvfold.convert.mla.convert import convert_mla
-from kvfold.eval import floors
-from kvfold.eval.floors import ABSORBED, EXPANDED, HEADS, Gauge, step_work
-from kvfold.eval.speed_memory import measure_footprint, weight_bytes
-from kvfold.eval.speed_runs import Decoder, decoding, decoding_of
+from kvfold.eval.speed import floors
+from kvfold.eval.speed.floors import ABSORBED, EXPANDED, HEADS, Gauge, step_work
+from kvfold.eval.speed.footprint import measure_footprint, weight_bytes
+from kvfold.eval.speed.runs import Decoder, decoding, decoding_of
 
-from .conftest import VOCABULARY, make_model
-from .test_cache import MLA
+from ..conftest import VOCABULARY, make_model
+from ..test_cache import MLA
 
 SDPA = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BATCH, CONTEXT = 3, 40

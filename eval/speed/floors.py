@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..common.kvcache import cached_tokens, head_dim, num_attention_heads
+from ...common.kvcache import cached_tokens, head_dim, num_attention_heads
 
 HEADS, ABSORBED, EXPANDED = "heads", "latent, absorbed", "latent, expanded"
 

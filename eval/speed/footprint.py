@@ -6,8 +6,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
-from ..common.kvcache import cached_tokens, context_length
-from .cache import DEFAULT_CONTEXT, measure_cache
+from ...common.kvcache import cached_tokens, context_length
+from ..cache import DEFAULT_CONTEXT, measure_cache
 
 MOST_TOKENS = 2**40  # of a model that sets no bound
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .floors import Gauge
-from .speed_runs import Decoder, decoding, prompt_seconds
+from .runs import Decoder, decoding, prompt_seconds
 
 WARM_TOKENS = 128  # of the prompt that warms up a CPU
 PROMPT_SECONDS = 20.0  # that the counted prompts of all models take before no further turn begins

@@ -1,7 +1,7 @@
 """How fast models read a prompt and decode, side by side, and how close they come to what the machine can do.
 
 All models run in one process and take turns, block by block, so that the machine's moods hit all alike; what a
-device copies and multiplies in a second is measured in between (`eval.floors`). The first block of each is not counted.
+device copies and multiplies in a second is measured in between (see `floors`). The first block of each is not counted.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common.errors import UserError
-from ..common.kvcache import context_length
-from ..common.loading import load_model
-from ..common.parallel import is_alone, promised_size
-from ..common.progress import Progress
-from ..convert.check import check_readable
-from .speed_report import SpeedProtocol, SpeedReport, SpeedRow
+from ...common.errors import UserError
+from ...common.kvcache import context_length
+from ...common.loading import load_model
+from ...common.parallel import is_alone, promised_size
+from ...common.progress import Progress
+from ...convert.check import check_readable
+from .record import SpeedProtocol, SpeedReport, SpeedRow
 
 if TYPE_CHECKING:
     import torch
 
     from .floors import Gauge
-    from .speed_memory import Footprint
-    from .speed_turns import Point
+    from .footprint import Footprint
+    from .turns import Point
 
 DEFAULT_CONTEXTS = (512, 1024, 4096)
 
@@ -112,8 +112,8 @@ def measure_speed(
         UserError: a number does not fit a model, or models differ in dtype or device.
     """
     from .floors import Gauge
-    from .speed_memory import measure_footprint
-    from .speed_turns import Point, decode_in_turn, read_in_turn
+    from .footprint import measure_footprint
+    from .turns import Point, decode_in_turn, read_in_turn
 
     _refuse_company()
     _check_numbers(batch_size=batch_sizes, steps=[steps], runs=[runs], context=contexts)
@@ -162,7 +162,7 @@ def _row(
     expand: bool,
 ) -> SpeedRow:
     from .floors import step_work
-    from .speed_runs import decoding_of
+    from .runs import decoding_of
 
     context, batch_size = point.context, point.batch_size
     kind = decoding_of(model, expand=expand)

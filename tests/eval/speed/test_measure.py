@@ -17,15 +17,15 @@ from kvfold.cli.eval.speed import speed as command
 from kvfold.common.errors import UserError
 from kvfold.convert.gqa import convert_gqa
 from kvfold.convert.mla.convert import convert_mla
-from kvfold.eval import floors, speed_turns
 from kvfold.eval.cache import measure_cache
-from kvfold.eval.floors import ABSORBED, EXPANDED, HEADS, Gauge
-from kvfold.eval.speed import measure_speed, speed
-from kvfold.eval.speed_memory import Footprint, measure_footprint
-from kvfold.eval.speed_runs import Decoder, decoding
+from kvfold.eval.speed import floors, turns
+from kvfold.eval.speed.floors import ABSORBED, EXPANDED, HEADS, Gauge
+from kvfold.eval.speed.footprint import Footprint, measure_footprint
+from kvfold.eval.speed.measure import measure_speed, speed
+from kvfold.eval.speed.runs import Decoder, decoding
 
-from .conftest import CONTEXT, make_model
-from .test_cache import MLA
+from ..conftest import CONTEXT, make_model
+from ..test_cache import MLA
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_models_take_turns_and_the_first_block_does_not_count(gauge, monkeypatch
             order.append(self.name)
             return next(seconds[self.name])
 
-    monkeypatch.setattr(speed_turns, "Decoder", Fake)
+    monkeypatch.setattr(turns, "Decoder", Fake)
     monkeypatch.setattr(gauge, "take", lambda: order.append("gauge"))
     gauge.copy_seconds = gauge.matrix_seconds = 1.0
     report = measure_speed(models, contexts=[8], batch_sizes=[2], steps=5, runs=3, prefill_runs=0, gauge=gauge)

@@ -1,0 +1,1 @@
+"""How fast models read and decode, beside what the machine can do."""

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import math
+import shlex
+
+import pytest
+from click.testing import CliRunner
+
+from kvfold.cli.report import report as command
+from kvfold.common.errors import UserError
+from kvfold.convert.verify import verify
+from kvfold.eval.cache import cache_size
+from kvfold.eval.report.measure import report
+from kvfold.recipes.tiny import MODEL_DIR
+
+SOURCE = str(MODEL_DIR)
+
+
+def test_figures_are_those_of_the_other_commands(real):
+    rows = real.figures["results"]
+    checked = verify(SOURCE, real.outs[2], text=[real.text], window=64, max_windows=4)
+    sized = cache_size(real.outs[2])
+    row = rows[3]
+    for name in ("perplexity", "perplexity_ratio", "loss", "kl", "top1_agreement"):
+        assert row[name] == pytest.approx(getattr(checked, name), rel=1e-6), name
+    assert row["layer_errors"] == pytest.approx(checked.layer_errors, rel=1e-6)
+    assert rows[0]["perplexity"] == pytest.approx(checked.source_perplexity, rel=1e-6)
+    for name in ("kv_bytes_per_token", "kv_bytes", "measured_kv_bytes"):
+        assert row[name] == getattr(sized, name), name
+    assert real.figures["cache_context"] == sized.context
+    assert real.figures["tokens"] == checked.tokens == 4 * 63
+
+
+def test_what_is_said_of_each_model(real):
+    rows = real.figures["results"]
+    assert [row["name"] for row in rows] == ["model", "heads", "one", "latent"]
+    assert [row["attention_kind"] for row in rows] == ["MHA", "GQA", "MQA", "MLA"]
+    assert [row["kv_ratio"] for row in rows] == [1, 0.5, 0.125, 0.25]
+    assert (rows[3]["num_key_value_heads"], rows[3]["kv_lora_rank"], rows[3]["qk_rope_head_dim"]) == (None, 104, 24)
+    assert rows[1]["made_by"][0].startswith("convert gqa: kv_heads 4, method mean")
+    assert [row["kv_bytes"] for row in rows] == [row["measured_kv_bytes"] for row in rows]
+    assert all(math.isclose(row["perplexity_ratio"], row["perplexity"] / rows[0]["perplexity"]) for row in rows)
+
+
+def test_caches_grow_to_the_models_context(real):
+    growth = real.figures["cache_growth"]
+    assert growth["contexts"] == [256, 512]
+    assert growth["results"][0] == {"model": "model", "kv_bytes": [256 * 4096, 512 * 4096]}
+
+
+def test_every_model_was_timed_where_it_was_asked(real):
+    rows = real.figures["speed"]["results"]
+    assert [(row["model"], row["context"]) for row in rows] == [
+        (name, 16) for name in ("model", "heads", "one", "latent")
+    ]
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+
+
+def test_few_tokens_are_warned_of(real):
+    assert real.figures["warnings"] == ["only 252 tokens were scored, of which a perplexity says little; score more"]
+
+
+def test_the_command_prints_the_verdict_and_where_the_page_is(real):
+    assert real.figures["verdict"]["text"] in real.printed
+    assert str(real.folder / "index.html") in real.printed
+
+
+def test_the_commands_are_ones_that_there_are(real, tmp_path):
+    """The first gives the same figures again, but for speed; --json prints them."""
+    words = shlex.split(real.figures["commands"][0])[2:]
+    words = [str(tmp_path / "again") if word == str(real.folder) else word for word in words]
+    words = [word for word, before in zip(words, ["", *words], strict=False) if "--context" not in (word, before)]
+    result = CliRunner().invoke(command, [*words, "--no-speed", "--json"])
+    again = json.loads(result.stdout)
+    assert again["results"] == real.figures["results"]
+    assert again["speed"] is None
+    assert again == json.loads((tmp_path / "again" / "report.json").read_text())
+    parts = [command.split()[:3] for command in real.figures["commands"][1:]]
+    assert parts == [["kvfold", "eval", name] for name in ("compare", "cache", "cache", "cache", "cache", "speed")]
+
+
+def test_a_report_does_not_fail_for_want_of_speed(real, tmp_path):
+    knobs = {"text": [real.text], "window": 16, "max_windows": 1, "contexts": [10_000]}
+    made = report(SOURCE, real.outs[:1], out=tmp_path / "r", **knobs)
+    assert made.speed is None
+    assert any(warning.startswith("decode speed was not measured: context 10000") for warning in made.warnings)
+
+
+@pytest.mark.parametrize(
+    ("outs", "knobs", "message"),
+    [
+        ([SOURCE], {}, "named twice"),
+        (["nowhere/x", "nowhere/x"], {}, "named twice"),
+        (["nowhere/x"], {"max_ratio": 0.0}, "bounds nothing"),
+        (["nowhere/x"], {"out": "."}, "exists"),
+        ([], {}, "nothing to compare"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(outs, knobs, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        report(SOURCE, outs, **{"out": tmp_path / "r"} | knobs)
+    assert not list(tmp_path.iterdir())
