@@ -14,18 +14,21 @@ from kvfold.recipes.tiny import MODEL_DIR
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+JUDGING = (ROOT / "docs" / "judging.md").read_text()
 TEST_COMMAND = "make test"
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def blocks(language, text=README):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
 def workplace(tmp_path):
-    """A folder with what the README says the reader has: a model and a text."""
+    """A folder with what the README says the reader has: a model, a text and a task, which a document shows."""
     shutil.copytree(MODEL_DIR, tmp_path / "my-model")
     (tmp_path / "my-text.txt").write_text("\n\n".join(builtin_documents(held_out=True, kinds=["topics"]))[:20_000])
+    (tmp_path / "my-task.yaml").write_text(*blocks("yaml", JUDGING))
+    (tmp_path / "my-task.jsonl").write_text(*blocks("json", JUDGING))
     return tmp_path
 
 

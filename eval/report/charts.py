@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, pairwise
+from pathlib import PurePath
 from typing import Any
 
 import matplotlib
@@ -397,7 +398,7 @@ def _uptraining(number: int) -> Callable[[Canvas, Report], None]:
         for part, colour in zip(run.held_out, colours, strict=False):
             style = {"color": LIGHT[colour], "linewidth": 2}
             losses = [float("nan") if loss is None else loss for loss in part.loss]
-            name = f"held out: {_short(part.text, 18 if canvas.size.narrow else 30)}"
+            name = f"held out: {_short(PurePath(part.text).name, 18 if canvas.size.narrow else 30)}"
             axes.plot(part.tokens, losses, marker="o", markersize=4, label=name, **style)
             if part.reference is not None:
                 axes.axhline(part.reference, linestyle=(0, (4, 3)), **style | {"linewidth": 1.4})

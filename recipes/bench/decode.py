@@ -6,7 +6,7 @@
 The forms are multi-head attention as the source has it, the same with fewer KV heads, and dense DeepSeek-V3 layers
 whose latents `kvfold.attention.absorb` attends to as they are. Hidden size, MLPs and query heads are the same, weights
 are random, the vocabulary is small. All decode in one process and by turns, from a static cache that is full to the
-context, and attend to heads by torch's scaled_dot_product_attention; see `kvfold.eval.speed.measure`, and `floors` there.
+context, and attend to heads by torch's scaled_dot_product_attention; see `kvfold.eval.speed`.
 
 Of grouped heads it is asked whether they are no slower than their smaller cache predicts: MHA's step less the time for
 the cache that GQA does not read. That time is told in two ways: at the machine's copy bandwidth, as memory alone would

@@ -87,6 +87,11 @@ def test_the_front_is_what_no_other_beats_in_both():
         (["org/Model-1", "m/kv4", "n/kv4"], ["Model-1", "m/kv4", "n/kv4"]),
         (["m", "a/m"], ["m", "a/m"]),
         (["/m", "m/"], ["/m", "m"]),
+        (["a/m", "a/m-gqa", "b/m_mla"], ["m", "gqa", "mla"]),
+        (["m", "m-gqa", "n"], ["m", "m-gqa", "n"]),
+        (["m", "mgqa"], ["m", "mgqa"]),
+        (["m", "m-m", "m-n"], ["m", "m-m", "m-n"]),
+        (["m", "m-"], ["m", "m-"]),
     ],
 )
 def test_names_are_the_shortest_ends_that_differ(models, names):
