@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from .charts import Chart
+from .charts.draw import Chart
 from .palette import DARK, LIGHT, properties
 from .record import Report, leaves, to_json
 from .say import say

@@ -16,7 +16,7 @@ CHARTS = "charts"
 
 def report_files(report: Report) -> dict[str, bytes]:
     """What a report's folder holds, by names in it. The same report gives the same bytes."""
-    from .charts import draw_charts
+    from .charts.draw import draw_charts
     from .page import render
 
     charts = draw_charts(report)

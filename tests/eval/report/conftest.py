@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from kvfold.cli.report import report as command
 from kvfold.convert.gqa import convert_gqa
 from kvfold.convert.mla.convert import convert_mla
-from kvfold.eval.report import charts
+from kvfold.eval.report.charts import canvas
 from kvfold.recipes.tiny import MODEL_DIR
 
 
@@ -30,7 +30,7 @@ class Made(NamedTuple):
 def small_pictures():
     """Pictures take half of the time that a report takes to be drawn."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(charts, "PNG_DPI", 40)
+        patch.setattr(canvas, "PNG_DPI", 40)
         yield
 
 

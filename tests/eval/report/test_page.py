@@ -7,9 +7,11 @@ from dataclasses import replace
 import matplotlib
 import pytest
 
-from kvfold.eval.report import charts
-from kvfold.eval.report.charts import draw_charts
-from kvfold.eval.report.labels import spread
+from kvfold.eval.report.charts.canvas import Size, open_canvas
+from kvfold.eval.report.charts.draw import draw_charts
+from kvfold.eval.report.charts.growth import draw_growth
+from kvfold.eval.report.charts.tradeoff import draw_tradeoff
+from kvfold.eval.report.charts.labels import spread
 from kvfold.eval.report.palette import LIGHT
 from kvfold.eval.report.record import leaves, to_json
 from kvfold.eval.report.say import say
@@ -127,9 +129,9 @@ def test_results_far_beyond_the_others_do_not_press_them_flat():
     assert "beyond the scale" in chart.wide and "e+301" in chart.wide
 
 
-@pytest.mark.parametrize("draw", [charts.draw_tradeoff, charts.draw_growth])
+@pytest.mark.parametrize("draw", [draw_tradeoff, draw_growth])
 def test_labels_stay_where_they_are_at_every_resolution(draw):
-    canvas = charts._canvas(charts.Size(600, 400))
+    canvas = open_canvas(Size(600, 400))
     draw(canvas, REPORTS["many"]())
 
     def places(dpi):

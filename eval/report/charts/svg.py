@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from html import escape
 
-from .palette import LIGHT
+from ..palette import LIGHT
 
 _TAG = re.compile(r"<[^>]*>")
 _NAMES = {value: name for name, value in LIGHT.items()}
