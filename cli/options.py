@@ -63,6 +63,10 @@ count = Count()
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object.")
 revision = click.option("--revision", help="Branch, tag or commit of a Hub id.")
+source_revision = click.option("--revision", help="Branch, tag or commit of SRC, if it is a Hub id.")
+text = click.option("--text", multiple=True, required=True, help="A file, builtin, or hub:NAME; may be repeated.")
+max_windows = click.option("--max-windows", type=count, help="Use only the first so many windows.")
+batch_size = click.option("--batch-size", type=count, default=1, show_default=True, help="Does not change the result.")
 device = click.option("--device", default="auto", show_default=True, help="Where to run: cpu, cuda, cuda:1, mps.")
 
 

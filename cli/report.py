@@ -31,8 +31,8 @@ _COLUMNS = {
 @click.option("-o", "--out", "folder", type=click.Path(path_type=Path), required=True, help="The folder to create.")
 @click.option("--text", multiple=True, default=("builtin",), show_default=True, help="A file, builtin, or hub:NAME.")
 @click.option("--window", type=options.count, help="Tokens a window.  [512, or the source's context if smaller]")
-@click.option("--max-windows", type=options.count, help="Compare on only the first so many windows.")
-@click.option("--batch-size", type=options.count, default=1, show_default=True, help="Does not change the result.")
+@options.max_windows
+@options.batch_size
 @click.option("--max-ratio", type=float, default=1.1, show_default=True, help="Times SRC's perplexity that will do.")
 @click.option("--no-speed", "speed", flag_value=False, default=True, help="Do not measure decode speed.")
 @click.option("--context", "contexts", type=options.count, multiple=True, help="Tokens cached when speed is measured.")
@@ -40,7 +40,7 @@ _COLUMNS = {
 @click.option("--title", help="Of the page.  [the name of SRC]")
 @options.run_dtype(auto="float32 on a CPU and SRC's own elsewhere")
 @options.device
-@click.option("--revision", help="Branch, tag or commit of SRC, if it is a Hub id.")
+@options.source_revision
 @click.option("--overwrite", is_flag=True, help="Replace an earlier report, once the new one is whole.")
 @options.as_json
 def report(src: str, outs: tuple[str, ...], folder: Path, as_json: bool, **knobs: Any) -> None:

@@ -14,15 +14,15 @@ from . import options
 @click.command()
 @click.argument("src")
 @click.argument("out")
-@click.option("--text", multiple=True, required=True, help="A file, builtin, or hub:NAME; may be repeated.")
+@options.text
 @click.option("--window", type=options.count, help="Tokens a window.  [512, or the models' context if smaller]")
-@click.option("--max-windows", type=options.count, help="Compare on only the first so many windows.")
-@click.option("--batch-size", type=options.count, default=1, show_default=True, help="Does not change the result.")
+@options.max_windows
+@options.batch_size
 @click.option("--threshold", type=float, default=0.5, show_default=True, help="Relative error of a bad layer.")
 @click.option("--max-ratio", type=float, help="Fail if OUT's perplexity is more than so many times SRC's.")
 @options.run_dtype(auto="float32 on a CPU and SRC's own elsewhere")
 @options.device
-@click.option("--revision", help="Branch, tag or commit of SRC, if it is a Hub id.")
+@options.source_revision
 @options.as_json
 def verify(src: str, out: str, as_json: bool, **knobs: Any) -> None:
     """Measure how far OUT is from the SRC that it was converted from, and where it begins to be.

@@ -23,13 +23,13 @@ COLUMNS = {
 @click.command()
 @click.argument("src")
 @click.argument("outs", nargs=-1, required=True, metavar="OUT...")
-@click.option("--text", multiple=True, required=True, help="A file, builtin, or hub:NAME; may be repeated.")
+@options.text
 @click.option("--window", type=options.count, help="Tokens a window.  [512, or SRC's context if smaller]")
-@click.option("--max-windows", type=options.count, help="Compare on only the first so many windows.")
-@click.option("--batch-size", type=options.count, default=1, show_default=True, help="Does not change the result.")
+@options.max_windows
+@options.batch_size
 @options.run_dtype(auto="float32 on a CPU and SRC's own elsewhere")
 @options.device
-@click.option("--revision", help="Branch, tag or commit of SRC, if it is a Hub id.")
+@options.source_revision
 @options.as_json
 def compare(src: str, outs: tuple[str, ...], as_json: bool, **knobs: Any) -> None:
     """Measure how far each OUT is from the SRC that all were converted from.

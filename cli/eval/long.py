@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("src")
 @click.argument("outs", nargs=-1, metavar="[OUT]...")
-@click.option("--text", multiple=True, required=True, help="A file, builtin, or hub:NAME; may be repeated.")
+@options.text
 @click.option("--window", type=options.count, help="Tokens a window.  [SRC's context, at most 8192]")
 @click.option("--max-windows", type=options.count, default=4, show_default=True, help="Score only so many windows.")
-@click.option("--batch-size", type=options.count, default=1, show_default=True, help="Does not change the result.")
+@options.batch_size
 @click.option(
     "--length",
     type=options.count,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 )
 @options.run_dtype(auto="float32 on a CPU and SRC's own elsewhere")
 @options.device
-@click.option("--revision", help="Branch, tag or commit of SRC, if it is a Hub id.")
+@options.source_revision
 @options.as_json
 def long(src: str, outs: tuple[str, ...], as_json: bool, **knobs: Any) -> None:
     """Measure SRC, and each OUT made of it, at long contexts.

@@ -13,7 +13,7 @@ from .. import options
 
 @click.command()
 @click.argument("model")
-@click.option("--text", multiple=True, required=True, help="A file, builtin, or hub:NAME; may be repeated.")
+@options.text
 @click.option(
     "--protocol",
     type=click.Choice(PROTOCOLS),
@@ -23,8 +23,8 @@ from .. import options
 )
 @click.option("--window", type=options.count, help="Tokens a window.  [2048, or the model's context if smaller]")
 @click.option("--stride", type=options.count, help="Tokens between the starts of windows.  [no overlap]")
-@click.option("--max-windows", type=options.count, help="Score only the first so many windows.")
-@click.option("--batch-size", type=options.count, default=1, show_default=True, help="Does not change the result.")
+@options.max_windows
+@options.batch_size
 @click.option("--bos", is_flag=True, help="Put the tokenizer's BOS before every window.")
 @options.run_dtype(auto="float32 on a CPU and the checkpoint's own elsewhere")
 @options.device
