@@ -56,9 +56,9 @@ def gqa(src: str, out: str, as_json: bool, **knobs: Any) -> None:
 @click.option(
     "--search-windows",
     type=options.count,
-    default=8,
+    default=16,
     show_default=True,
-    help="Windows to choose sizes and frequencies on.",
+    help="Windows to choose sizes and frequencies on, joined to 2048 tokens where the model takes so many.",
 )
 @click.option("--q-rank", type=options.count, help="Compress the queries to this rank, which loses some.  [off]")
 @click.option(

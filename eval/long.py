@@ -157,7 +157,7 @@ def long(
             model = load_model(name, dtype=protocol.dtype, device=workers.device)
             check_alike(src, name, config, model.config)
             check_readable(name, model.config)
-            fit_context(model.config, "window", max(window, *(case.length for case in cases)), window)
+            fit_context(model.config, "window", max([window, *(case.length for case in cases)]), window)
         with stages(f"{name}: positions") as progress:
             losses = _losses(model, tokenized.ids, windows, batch_size, workers, progress)
         with stages(f"{name}: passkeys") as progress:

@@ -138,6 +138,24 @@ class Windows:
         """The windows after the first so many."""
         return Windows(self.ids[number:], self.kinds[number:])
 
+    def joined(self, length: int, lead: Sequence[int]) -> Windows:
+        """The same text in windows of up to `length` tokens, each of them neighbours of one kind put together.
+
+        Args:
+            lead: what every window begins with; it stays at the beginning only.
+        """
+        import torch
+
+        held: dict[str, Tensor] = {}
+        done: list[tuple[str, Tensor]] = []
+        for kind, ids in zip(self.kinds, self.ids, strict=True):
+            more = ids[len(lead) :] if ids[: len(lead)].tolist() == list(lead) else ids
+            if kind in held and len(held[kind]) + len(more) > length:
+                done.append((kind, held.pop(kind)))
+            held[kind] = torch.cat([held[kind], more]) if kind in held else ids
+        done += held.items()
+        return Windows(tuple(ids for _, ids in done), tuple(kind for kind, _ in done))
+
     def batches(self, size: int) -> list[Tensor]:
         """All windows as batches [B, S], B at most `size`: those of one length together, nothing padded.
 

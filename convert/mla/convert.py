@@ -50,7 +50,7 @@ def convert_mla(
     kv_elements: int | None = None,
     kv_ratio: float | None = None,
     rope_select: str = "auto",
-    search_windows: int = 8,
+    search_windows: int = 16,
     q_rank: int | None = None,
     form: str = "deepseek_v3",
     readers: Sequence[str] = ("transformers",),

@@ -1,4 +1,8 @@
-"""Which rotary size, frequencies and fold lose least under a budget: measured, on windows not calibrated on."""
+"""Which rotary size, frequencies and fold lose least under a budget: measured, on windows not calibrated on.
+
+The windows are joined into long ones. A frequency that is given up turns no key by much within one window, and may turn
+it full circle over the model's context: a choice that is the best at 512 tokens can be worthless at 2,000.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...common.kvcache import fit_context
+from ...common.loading import load_tokenizer
 from ...common.progress import Progress, Stages
 from ...common.scoring import logit_chunks, token_nll
+from ...common.tokens import leading_ids
 from ..calibration.calibrate import Runner
 from ..calibration.result import result_model
 from ..stream import Output
@@ -27,6 +34,8 @@ class Planned(Protocol):
     @property
     def config(self) -> dict[str, Any]: ...
 
+
+LENGTH = 2048  # tokens of a joined window, unless the model's context is shorter
 
 Plan = Callable[[Choice], Planned]
 
@@ -49,13 +58,16 @@ def search(
     Args:
         runner: of the source.
         plan: gives the plain form of a choice.
-        windows: how many to measure on; they come after those that were calibrated on.
+        windows: how many to measure on, before they are joined; they come after those that were calibrated on.
         progress: opens a progress for the stage.
     """
     count = runner.how.text.windows
     text = runner.windows(count + windows)
     left = max(0, len(text) - count)
-    batches = runner.share(text.after(count) if left else text).batches(runner.how.batch_size)
+    length = fit_context(runner.source.config.full, "window", None, LENGTH)
+    lead = leading_ids(load_tokenizer(runner.source.folder))
+    text = (text.after(count) if left else text).joined(length, lead)
+    batches = runner.share(text).batches(runner.how.batch_size)
     measured = []
     with progress("searching") as report:
         total = len(candidates) * runner.sizes["L"]

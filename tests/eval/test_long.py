@@ -54,6 +54,7 @@ def test_buckets_are_the_losses_of_their_positions(path, book):
         assert bucket.above_source == 0
     assert row.loss == pytest.approx(perplexity(path, text=[book], window=CONTEXT).loss, rel=1e-9)
     assert (row.found, row.passkeys) == (None, [])
+    assert long(path, [path], text=[book], max_windows=3, keys=0).results == [row, row]
 
 
 def test_a_result_stands_beside_its_source_and_batches_change_nothing(path, save, book):

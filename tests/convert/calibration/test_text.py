@@ -198,6 +198,23 @@ def _two_leads():
     return tokenizer
 
 
+@pytest.mark.parametrize("bos", [False, True])
+def test_joined_windows_are_the_same_text_of_one_kind_each(write, bos):
+    texts = [write("a", letters(1, 100)), write("b", letters(2, 55))]
+    windows, _ = cut(bos, texts=texts, window=10 + bos, builtin=False, windows=100)
+    lead = [BOS_ID] if bos else []
+    joined = windows.joined(35 + bos, lead)
+    for name in texts:
+        short, long = ([i for i, kind in zip(w.ids, w.kinds, strict=True) if kind == name] for w in (windows, joined))
+        assert [len(ids) - bos for ids in long[:-1]] == [30] * (len(long) - 1)
+        plain = [torch.cat([ids[bos:] for ids in some]).tolist() for some in (short, long)]
+        assert plain[0] == plain[1]
+        assert all(ids[: len(lead)].tolist() == lead for ids in long)
+    assert sum(joined.counts.values()) == len(joined) == 4 + 2
+    as_they_are = windows.joined(5, lead)  # no room for two of them
+    assert sorted(ids.tolist() for ids in as_they_are.ids) == sorted(ids.tolist() for ids in windows.ids)
+
+
 def test_defaults_with_a_real_tokenizer():
     config = AutoConfig.from_pretrained(MODEL_DIR)
     windows = calibration_windows(load_tokenizer(MODEL_DIR), CalibText(), config)
