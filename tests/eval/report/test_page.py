@@ -10,8 +10,8 @@ import pytest
 from kvfold.eval.report.charts.canvas import Size, open_canvas
 from kvfold.eval.report.charts.draw import draw_charts
 from kvfold.eval.report.charts.growth import draw_growth
-from kvfold.eval.report.charts.tradeoff import draw_tradeoff
 from kvfold.eval.report.charts.labels import spread
+from kvfold.eval.report.charts.tradeoff import draw_tradeoff
 from kvfold.eval.report.palette import LIGHT
 from kvfold.eval.report.record import leaves, to_json
 from kvfold.eval.report.say import say
