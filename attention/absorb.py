@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..common.errors import UserError
 from .latent import absorbed_with_weights, absorbing_pays
+from .sdpa import same_width
 
 # Classes whose attention is the one of `latent`: same cache, same split of `kv_b_proj`, no indexer or gate besides.
 LAYERS = {
@@ -163,7 +164,13 @@ def _attend(
             )
             return output.transpose(1, 2), weights if inner == "eager" else None
         key, value = type(module).expand_kv(module, value, key)
-    return _stock(module, inner)(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
+    width = value.shape[-1]
+    if inner == "sdpa":
+        query, key, value = same_width(query, key, value)
+    output, weights = _stock(module, inner)(
+        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options
+    )
+    return output[..., :width], weights
 
 
 def _up_projections(module: Any) -> tuple[Tensor, Tensor] | None:

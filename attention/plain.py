@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from .latent import absorbed_attention, absorbing_pays
+from .sdpa import same_width
 
 PREFIX = "mla_"
 SOURCES = ("llama", "mistral", "qwen2", "smollm3", "phi3", "stablelm")
@@ -109,17 +110,17 @@ class LatentAttention(nn.Module):
             expanded = torch.einsum("bsr,hnr->bhsn", latent[:, 0], up)  # [B, H, S, n + v]
             key_nope, value = expanded.split([self.nope, self.value], dim=-1)
             key = torch.cat([key_nope, key_rope.expand(-1, self.heads, -1, -1)], dim=-1)
+            heads = torch.cat([q_nope, q_rope], dim=-1), key, value
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
             output, weights = attend(
                 self,
-                torch.cat([q_nope, q_rope], dim=-1),
-                key,
-                value,
+                *(same_width(*heads) if self.config._attn_implementation == "sdpa" else heads),
                 attention_mask,
                 dropout=self.dropout if self.training else 0.0,
                 scaling=self.scaling,
                 **kwargs,
-            )  # [B, T, H, v]
+            )  # [B, T, H, v], or wider
+            output = output[..., : self.value]
         return self.o_proj(output.reshape(batch, new, -1)), weights
 
     def _absorbs(self, new: int, seen: int) -> bool:

@@ -67,6 +67,23 @@ def attention(
     return output if blind is None else output.masked_fill(blind, 0)
 
 
+def same_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """On a CPU, heads of one width, the narrower ones filled up with zeros; elsewhere what was given.
+
+    Scores do not change with it, nor the first v coordinates of what comes out. torch's fast kernel for a CPU wants
+    keys and values of one width; without it, all scores of a layer, [B, H, Tq, Tk], are held at once.
+
+    Args:
+        query, key: [B, H, Tq, d] and [B, H, Tk, d], whose scale the caller says, as it is not 1/sqrt(width).
+        value: [B, H, Tk, v].
+    """
+    width = max(query.shape[-1], value.shape[-1])
+    if query.device.type != "cpu" or query.shape[-1] == value.shape[-1]:
+        return query, key, value
+    query, key, value = (F.pad(heads, (0, width - heads.shape[-1])) for heads in (query, key, value))
+    return query, key, value
+
+
 def softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     """The softmax over the last axis of `scores` [B, H, Tq, Tk], in fp32 at least, under a mask of `prepare_mask`."""
     scores = scores if scores.dtype == torch.float64 else scores.float()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfold.attention.sdpa import attention
+from kvfold.attention.sdpa import attention, same_width
 from kvfold.common.errors import UserError
 
 EXACT = {"rtol": 1e-12, "atol": 1e-12}
@@ -170,3 +170,28 @@ def test_heads_that_do_not_divide_are_refused():
     query, key, value = heads()
     with pytest.raises(UserError, match="4 query heads cannot share 3 key/value heads; try 1, 2, 4"):
         attention(query, key.repeat(1, 2, 1, 1)[:, :3], value.repeat(1, 2, 1, 1)[:, :3])
+
+
+@pytest.mark.parametrize(("size", "value"), [(6, 4), (4, 6), (5, 5)])
+def test_heads_of_one_width_attend_the_same(size, value):
+    """What was added is zeros: no score changes, and what comes out is the same with zeros behind."""
+    query, key, values = heads(queries=5, size=size, value=value)
+    expected = attention(query, key, values, causal=True, scale=0.3)
+    wide = same_width(query, key, values)
+    assert {each.shape[-1] for each in wide} == {max(size, value)}
+    output = attention(*wide, causal=True, scale=0.3)
+    torch.testing.assert_close(output[..., :value], expected, **EXACT)
+    assert not output[..., value:].any()
+
+
+def test_only_a_cpu_wants_one_width():
+    there = [each.to("meta") for each in heads()]
+    assert all(a is b for a, b in zip(same_width(*there), there, strict=True))
+
+
+def test_scores_of_a_whole_layer_are_not_held():
+    """What `same_width` is for: torch's kernel for a CPU, which it takes for heads of one width only."""
+    with torch.profiler.profile() as profile:
+        attention(*same_width(*heads(queries=64, keys=64, dtype=torch.float32)), causal=True)
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in names
