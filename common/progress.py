@@ -57,7 +57,7 @@ def show_progress(label: str) -> Iterator[Any]:
         if now - last < SECONDS_BETWEEN_LINES:
             return
         last = now
-        left = f", {_minutes((now - start) * (total - done) / (done - first))} left" if note and done > first else ""
+        left = f", {_minutes((now - start) * (total - done) / (done - first))} left" if done > first else ""
         print(f"{label}: {100 * done / total:.0f} %{', ' * bool(note)}{note}{left}", file=sys.stderr, flush=True)
 
     yield line

@@ -18,6 +18,7 @@ from .errors import EnvironmentFailure, KvfoldError, UserError, did_you_mean
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _GGUF_MAGIC = b"GGUF"
+_PATIENCE = 10.0  # seconds for the Hub to say that it knows a model
 # What the names of kvfold's own model types begin with, and the module that adds them to transformers: by name, as it
 # stands a floor above.
 _OWN_TYPES = {"mla_": "kvfold.attention.plain"}
@@ -48,6 +49,26 @@ def source_kind(source: str, revision: str | None = None) -> Literal["folder", "
     if not _HUB_ID.fullmatch(source):
         raise UserError(f"{source} does not exist; give a checkpoint directory, a GGUF file or a Hub id")
     return "hub"
+
+
+def check_there(source: str | Path, *others: str | Path, revision: str | None = None) -> None:
+    """Refuse, before any is opened, what is neither here nor the id of a Hub repository that can be reached.
+
+    Args:
+        revision: of the first.
+
+    Raises:
+        UserError, EnvironmentFailure: one is not there.
+    """
+    for number, name in enumerate(map(str, (source, *others))):
+        its = None if number else revision
+        if source_kind(name, its) == "hub":
+            from huggingface_hub import HfApi, try_to_load_from_cache
+
+            if isinstance(try_to_load_from_cache(name, "config.json", revision=its), str):
+                continue  # it was fetched before
+            with one_line_errors(name):  # a download would be tried again and again
+                HfApi().model_info(name, revision=its, timeout=_PATIENCE)
 
 
 def _check_gguf(path: Path) -> None:

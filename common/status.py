@@ -77,13 +77,18 @@ def fail(message: str, status: int) -> int:
     """Say in one line why it failed.
 
     Of several processes on one machine the first speaks for all about what they were given or told; about what befell
-    one of them, it speaks itself.
+    one of them, it speaks itself. One that is told something wrong gives the first time to say so, and says it itself if
+    nobody has ended the run by then.
     """
     wrong = status in (CheckFailed.exit_status, UserError.exit_status)
-    if is_first_here() or not (wrong or status > 128):
-        print(f"kvfold: {' '.join(message.split())}", file=sys.stderr)
-    elif wrong:
-        time.sleep(_TURN)
+    if not is_first_here() and (wrong or status > 128):
+        if not wrong:
+            return status
+        try:
+            time.sleep(_TURN)
+        except Stopped:  # by the launcher, as the first has spoken and ended
+            return status
+    print(f"kvfold: {' '.join(message.split())}", file=sys.stderr)
     return status
 
 

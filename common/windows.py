@@ -59,8 +59,9 @@ def split_windows(
     if not 1 <= stride <= held:
         counted = " (one of its positions is the BOS)" if bos else ""
         raise UserError(f"stride {stride} does not fit window {window}{counted}; give 1 to {held}")
-    if tokens < 2:
-        raise UserError(f"the text has {tokens} token{'s' * (tokens != 1)}; scoring needs at least 2")
+    least = 2 - bos  # something precedes it
+    if tokens < least:
+        raise UserError(f"the text has {tokens} token{'s' * (tokens != 1)}; scoring needs at least {least}")
     return list(islice(_windows(tokens, held, stride, bos), max_windows))
 
 

@@ -28,7 +28,7 @@ from ..common.parallel import Workers
 from ..common.progress import Progress
 from ..common.protocol import Protocol, TokenizedText, protocol_of, token_ids, tokenize_texts
 from ..common.scoring import check_ids, compare_hidden, evaluating, hidden_states, map_batches
-from ..common.sources import quiet
+from ..common.sources import check_there, quiet
 from ..common.windows import Window, split_windows
 from .check import check_readable
 from .latent_form import BLOCK
@@ -69,7 +69,7 @@ class VerifyReport:
         kl, top1_agreement, loss, source_loss, layer_errors: see `Distance`.
         perplexity: `exp(loss)`, and so on.
         perplexity_ratio: the result's over the source's.
-        max_loss: ln V, the loss of a model that guesses; a result above it has failed.
+        max_loss: ln V, the loss of a model that guesses; a result above it has failed, unless its source is, too.
         tokens: how many were predicted.
         windows: how many windows they came from.
         first_bad_layer: the first, counted from 0, whose error exceeds `threshold`; None if none does.
@@ -138,6 +138,7 @@ def verify(
         raise UserError(f"a threshold of {threshold} bounds nothing; give a relative error such as 0.5")
     if max_ratio is not None and not 0 < max_ratio < math.inf:
         raise UserError(f"a perplexity ratio of {max_ratio} bounds nothing; give a positive number such as 1.5")
+    check_there(src, out, revision=revision)
     source = open_reference(src, text=text, dtype=dtype, device=device, revision=revision)
     return source.verify(
         out,
@@ -397,7 +398,7 @@ def _why_failed(far: Distance, max_loss: float, max_ratio: float | None, thresho
     for name, figure in {"source's loss": far.source_loss, "loss": far.loss, "divergence": far.kl}.items():
         if not math.isfinite(figure):
             return f"the {name} is {figure}; look for non-finite weights, or try a wider --dtype; {where}"
-    if far.loss > max_loss:
+    if far.loss > max_loss >= far.source_loss:  # where the source does no better, this says nothing of its result
         return (
             f"the loss after conversion is {far.loss:.4g} nats per token, above ln(vocabulary) = {max_loss:.4g}, "
             f"which guessing reaches (the source's is {far.source_loss:.4g}); {where}"

@@ -10,6 +10,7 @@ from ..common.errors import UserError
 from ..common.kvcache import fit_context
 from ..common.progress import Progress
 from ..common.protocol import Protocol
+from ..common.sources import check_there
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,18 @@ class CompareReport:
     """The source's own figures, and how far each result is from it.
 
     Attributes:
-        model: the source.
-        perplexity, loss: the source's; None where not finite.
+        source: what the user calls it.
+        source_perplexity, source_loss: None where not finite.
+        max_loss: ln V, the loss of a model that guesses.
         tokens: how many were predicted.
         windows: how many windows they came from.
         results: in the order in which they were named.
     """
 
-    model: str
-    perplexity: float | None
-    loss: float | None
+    source: str
+    source_perplexity: float | None
+    source_loss: float | None
+    max_loss: float
     tokens: int
     windows: int
     results: list[Compared]
@@ -79,10 +82,11 @@ def compare(
         UserError: a text, a model or a number does not fit, or a model is not alike.
         EnvironmentFailure: see `common.loading.load_model`.
     """
-    from ..convert.verify import DEFAULT_WINDOW, open_reference
-
     if not outs:
         raise UserError("there is nothing to compare the source with; name at least one result")
+    check_there(src, *outs, revision=revision)
+    from ..convert.verify import DEFAULT_WINDOW, open_reference
+
     source = open_reference(src, text=text, dtype=dtype, device=device, revision=revision)
     # Said, so that every result is held against it on the same windows.
     window = fit_context(source.loaded.config, "window", window, DEFAULT_WINDOW)
@@ -98,9 +102,10 @@ def compare(
     ]
     first = reports[0]
     return CompareReport(
-        model=first.source,
-        perplexity=first.source_perplexity,
-        loss=first.source_loss,
+        source=first.source,
+        source_perplexity=first.source_perplexity,
+        source_loss=first.source_loss,
+        max_loss=first.max_loss,
         tokens=first.tokens,
         windows=first.windows,
         results=[

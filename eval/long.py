@@ -19,6 +19,7 @@ from ..common.loading import load_model, load_tokenizer, resolve_device
 from ..common.parallel import Workers
 from ..common.progress import Progress, Stages, silent
 from ..common.protocol import Protocol, protocol_of, tokenize_texts
+from ..common.sources import check_there
 from ..common.windows import Window, split_windows
 from ..convert.check import check_readable
 from .passkey import Case, ask, make_cases
@@ -85,9 +86,9 @@ class LongModel:
 
 @dataclass(frozen=True)
 class LongReport:
-    """The result of `long`: the source first, then its results."""
+    """The result of `long`; of `results`, the source comes first."""
 
-    model: str
+    source: str
     tokens: int
     windows: int
     results: list[LongModel]
@@ -108,7 +109,7 @@ def long(
     dtype: str = "auto",
     device: str = "auto",
     revision: str | None = None,
-    stages: Stages = silent,
+    progress: Stages = silent,
 ) -> LongReport:
     """Measure loss by position, and the passkey test, of a source and its results.
 
@@ -127,13 +128,14 @@ def long(
         depth: where the numbers stand.
         keys: how many for each length and depth; 0 leaves the test out.
         dtype, device, revision: see `common.loading.load_model`; results run in the source's dtype.
-        stages: opens a progress for the windows, and one for the passkeys, of each model.
+        progress: opened for the windows and for the passkeys of each model.
 
     Raises:
         UserError: a text, a model or a number does not fit, or a model is not alike.
         CheckFailed: a loss is not finite.
         EnvironmentFailure: see `load_model`.
     """
+    check_there(src, *outs, revision=revision)
     from ..convert.verify import check_alike, check_tokenizer
 
     tokenized = tokenize_texts(src, text, revision=revision)
@@ -158,10 +160,10 @@ def long(
             check_alike(src, name, config, model.config)
             check_readable(name, model.config)
             fit_context(model.config, "window", max([window, *(case.length for case in cases)]), window)
-        with stages(f"{name}: positions") as progress:
-            losses = _losses(model, tokenized.ids, windows, batch_size, workers, progress)
-        with stages(f"{name}: passkeys") as progress:
-            asked = _ask(model, cases, workers, progress)
+        with progress(f"{name}: positions") as advance:
+            losses = _losses(model, tokenized.ids, windows, batch_size, workers, advance)
+        with progress(f"{name}: passkeys") as advance:
+            asked = _ask(model, cases, workers, advance)
         rows.append(_row(str(name), losses, asked, rows[0].buckets if rows else []))
     return LongReport(str(src), sum(w.scored for w in windows), len(windows), rows, protocol)
 

@@ -51,7 +51,7 @@ def long(src: str, outs: tuple[str, ...], as_json: bool, **knobs: Any) -> None:
     from ...common.progress import show_progress
     from ...eval.long import long as measure
 
-    report = measure(src, outs, stages=show_progress, **knobs)
+    report = measure(src, outs, progress=show_progress, **knobs)
     print_report(report, as_json=as_json, hide=["results"])
     if not as_json:
         names = {f"{number} {Path(row.model).name}": row for number, row in enumerate(report.results)}
@@ -62,7 +62,7 @@ def long(src: str, outs: tuple[str, ...], as_json: bool, **knobs: Any) -> None:
 def print_losses(models: Mapping[str, LongModel]) -> None:
     """A row a bucket: each model's loss in nats a token, and how much that is above the source's."""
     rows: list[dict[str, Any]] = [
-        {"positions": f"{buckets[0].start} to {buckets[0].stop}", "tokens": buckets[0].tokens}
+        {"positions": f"{buckets[0].start}-{buckets[0].stop - 1}", "tokens": buckets[0].tokens}
         | {name: f"{b.loss:.3f} ({b.above_source:+.3f})" for name, b in zip(models, buckets, strict=True)}
         for buckets in zip(*(row.buckets for row in models.values()), strict=True)
     ]

@@ -53,7 +53,12 @@ def test_what_nobody_foresaw_is_our_fault(capsys, monkeypatch):
 def test_the_first_of_a_machine_speaks_for_all_about_what_they_were_told(said, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     heard, waited = [], []
-    monkeypatch.setattr(status.time, "sleep", waited.append)
+
+    def sleep(seconds):
+        waited.append(seconds)
+        raise Stopped(15)  # a launcher stops the others when the first has ended
+
+    monkeypatch.setattr(status.time, "sleep", sleep)
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
         status_of(raising(said))
@@ -74,3 +79,11 @@ def test_a_rank_that_was_left_behind_silences_nobody(capsys, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert status_of(raising(UserError("no such text"))) == 2
     assert capsys.readouterr().err == "kvfold: no such text\n"
+
+
+def test_what_only_one_process_was_told_it_says_itself(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(status.time, "sleep", lambda seconds: None)
+    assert status_of(raising(UserError("there is no text here"))) == 2
+    assert capsys.readouterr().err == "kvfold: there is no text here\n"

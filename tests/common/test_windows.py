@@ -64,6 +64,7 @@ def test_windows_of_four(tokens, options, expected):
         (10, 4, {"stride": 4, "bos": True}, "is the BOS.*give 1 to 3"),
         (1, 4, {}, "1 token;"),
         (0, 4, {}, "0 tokens;"),
+        (0, 4, {"bos": True}, "0 tokens; scoring needs at least 1"),
         (10, 4, {"max_windows": 0}, "at least 1"),
     ],
 )

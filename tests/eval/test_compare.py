@@ -32,7 +32,8 @@ def test_each_row_is_what_verify_says(models, text_file):
     for out, row in zip(outs, report.results, strict=True):
         alone = verify(source, out, text=[text_file], window=32, max_windows=3)
         assert asdict(row) == {key: value for key, value in asdict(alone).items() if key in asdict(row)}
-        assert (report.perplexity, report.loss, report.tokens) == (alone.source_perplexity, alone.source_loss, 93)
+        assert (report.source, report.source_perplexity) == (alone.source, alone.source_perplexity)
+        assert (report.source_loss, report.tokens) == (alone.source_loss, 93)
         assert report.protocol == alone.protocol
 
 
@@ -41,6 +42,7 @@ def test_a_copy_is_its_source_and_a_merge_is_not(models, text_file):
     copy, merged = report.results
     assert (copy.kl, copy.top1_agreement, copy.perplexity_ratio) == (pytest.approx(0, abs=1e-9), 1, 1)
     assert copy.layer_errors == [0, 0]
+    assert report.source_loss > report.max_loss and copy.passed  # no worse than a source that guesses better than it
     assert merged.kl > 0.01 and merged.top1_agreement < 1 and min(merged.layer_errors) > 0
     # The same text, windows and rules as perplexity's.
     assert merged.perplexity == pytest.approx(perplexity(models[2], text=[text_file], window=32).perplexity)
