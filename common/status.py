@@ -77,8 +77,8 @@ def fail(message: str, status: int) -> int:
     """Say in one line why it failed.
 
     Of several processes on one machine the first speaks for all about what they were given or told; about what befell
-    one of them, it speaks itself. One that is told something wrong gives the first time to say so, and says it itself if
-    nobody has ended the run by then.
+    one of them, it speaks itself. One that is told something wrong gives the first time to say so, and says it itself
+    if nobody has ended the run by then.
     """
     wrong = status in (CheckFailed.exit_status, UserError.exit_status)
     if not is_first_here() and (wrong or status > 128):
