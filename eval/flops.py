@@ -33,9 +33,11 @@ class FlopsReport:
         linear_flops_per_token: their sum.
         attention_flops_per_layer: Q K^T and A V of B sequences in one layer, every token with every other: what an
             attention without a mask computes, or with one that is only added.
-        attention_flops: the same of all layers.
-        causal_attention_flops: of all layers, the pairs that a causal mask leaves, which is half (T^2 / 2), and only
-            those within the window in layers that have one (T W - W^2 / 2).
+        causal_attention_flops_per_layer: the pairs of these that a causal mask leaves, which is half (T^2 / 2), in the
+            layer that sees most: one without a window, where there is one.
+        attention_flops: `attention_flops_per_layer` of all layers.
+        causal_attention_flops: of all layers the pairs that a causal mask leaves, and only those within the window in
+            layers that have one (T W - W^2 / 2).
         prompt_flops: linear layers of B T tokens, the head at every one, and causal attention.
         decode_flops: the last token of each of B sequences, with T tokens in the cache when it is done; of MLA
             absorbed, that is in latent space.
@@ -55,6 +57,7 @@ class FlopsReport:
     head_flops_per_token: int | None
     linear_flops_per_token: int | None
     attention_flops_per_layer: int | None
+    causal_attention_flops_per_layer: int | None
     attention_flops: int | None
     causal_attention_flops: int | None
     prompt_flops: int | None
@@ -115,6 +118,12 @@ def _forms(tokens: int, batch: int) -> Mapping[str, Callable[[Shape], Any]]:
         **{f"{part}_flops_per_token": form for part, form in LINEAR.items()},
         "linear_flops_per_token": linear,
         "attention_flops_per_layer": lambda shape: batch * pair(shape) * tokens**2,
+        "causal_attention_flops_per_layer": lambda shape: (
+            batch
+            * pair(shape)
+            * max(_doubled_pairs(tokens, window) for window in shape.windows[: shape.num_hidden_layers])
+            // 2
+        ),
         "attention_flops": lambda shape: batch * pair(shape) * tokens**2 * next(shape.need("num_hidden_layers")),
         "causal_attention_flops": lambda shape: batch * causal_attention(shape, tokens),
         "prompt_flops": prompt,
@@ -147,11 +156,13 @@ def pair(shape: Shape) -> int:
 
 def causal_attention(shape: Shape, tokens: int) -> int:
     """Of T tokens with those before them over all layers, as if half of a token saw itself: T^2 / 2 pairs."""
-    doubled = sum(
-        tokens**2 if window is None or window >= tokens else 2 * tokens * window - window**2
-        for window in shape.layer_windows()
-    )
+    doubled = sum(layers * _doubled_pairs(tokens, window) for window, layers in shape.layer_windows().items())
     return pair(shape) * doubled // 2  # `pair` is even
+
+
+def _doubled_pairs(tokens: int, window: int | None) -> int:
+    """Twice the pairs of a layer's tokens that a causal mask leaves: T^2, or 2 T W - W^2 within a window."""
+    return tokens**2 if window is None or window >= tokens else 2 * tokens * window - window**2
 
 
 def decode(shape: Shape, cached: int) -> int:
@@ -176,4 +187,6 @@ def expanded_decode(shape: Shape, cached: int) -> int:
 
 def _seen(shape: Shape, cached: int) -> int:
     """Tokens that a query sees, summed over layers."""
-    return sum(cached if window is None else min(cached, window) for window in shape.layer_windows())
+    return sum(
+        layers * (cached if window is None else min(cached, window)) for window, layers in shape.layer_windows().items()
+    )

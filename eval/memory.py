@@ -17,6 +17,7 @@ from .flops import check_work
 from .shape import Shape, figures, read_any_config, shape_of
 
 DEFAULT_DTYPE = "float16"
+_SIZELESS = "attention_score_bytes_per_head"  # the figure that is known without any size
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def memory(
         sizes: names of `shape.GIVEN`, in place of the config's.
 
     Raises:
-        UserError: the sizes contradict each other, the model caches nothing, or the dtype is unknown.
+        UserError: the sizes tell nothing or contradict each other, the model caches nothing, or the dtype is unknown.
         EnvironmentFailure: the Hub cannot be reached.
     """
     config = read_any_config(model, revision) if model is not None else None
@@ -111,6 +112,8 @@ def memory_of(
     if dtype not in ELEMENT_BYTES:
         raise UserError(f"unknown dtype {dtype!r}{did_you_mean(dtype, ELEMENT_BYTES)}")
     found, missing = figures(shape, _forms(context, batch_size, ELEMENT_BYTES[dtype]))
+    if all(value is None for name, value in found.items() if name != _SIZELESS):
+        raise UserError(f"there are too few sizes to size anything; {missing}, or a MODEL")
     return MemoryReport(
         model=model,
         attention_kind=shape.attention_kind,

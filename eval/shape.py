@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 from ..common.errors import UserError
 from ..common.kvcache import attention_kind, cached_tokens, head_dim, num_attention_heads, num_key_value_heads
 from ..common.sources import one_line_errors, quiet, read_config, source_kind
-from ..convert.families import CONDITIONS, Family, Promise, Sizes
+from ..convert.families import Family, Sizes, Weight
 from ..convert.latent_families import DEEPSEEK, KNOWN, PREFIX
 
 _ENDLESS = 2**62  # tokens; more than any window
@@ -26,15 +27,26 @@ _ENDLESS = 2**62  # tokens; more than any window
 _ROWS: Mapping[str, Family] = {**KNOWN, "deepseek_v2": DEEPSEEK}
 # Families whose MLP has one projection up and one down; all others have a gate beside.
 _UNGATED = frozenset({"phi", "starcoder2", "gpt2", "gpt_bigcode"})
+
+
+def _passed_over(config: Any) -> int:
+    """Layers without experts, where every so-manieth has them but for those that are named."""
+    layers, step = config.num_hidden_layers, getattr(config, "decoder_sparse_step", None) or 1
+    named = {i for i in getattr(config, "mlp_only_layers", None) or () if 0 <= i < layers and (i + 1) % step == 0}
+    return layers - layers // step + len(named)
+
+
 # Families with experts -> how many of their layers have a dense MLP all the same.
 _DENSE_LAYERS: Mapping[str, Callable[[Any], int]] = {
     "mixtral": lambda config: 0,
-    "qwen3_moe": lambda config: sum(CONDITIONS["dense"](config, i, ()) for i in range(config.num_hidden_layers)),
+    "qwen3_moe": _passed_over,
     "deepseek_v2": lambda config: config.first_k_dense_replace,
     "deepseek_v3": lambda config: config.first_k_dense_replace,
 }
 # Makes the tables list the experts of a layer as one tensor.
 _FUSED = ("model.layers.0.mlp.experts.gate_up_proj",)
+# The slots in the names of a table, and the symbol that says how many tensors there are.
+_REPEATED = {"{layer}": "L", "{head}": "H", "{kv_head}": "G"}
 
 
 class Missing(UserError):
@@ -121,10 +133,14 @@ class Shape:
             return None
         return "MHA" if heads == kv_heads else "MQA" if kv_heads == 1 else "GQA"
 
-    def layer_windows(self) -> list[int | None]:
-        """What each of the L layers sees; see `windows`."""
+    def layer_windows(self) -> dict[int | None, int]:
+        """How many of the L layers see what; see `windows`."""
         (layers,) = self.need("num_hidden_layers")
-        return [self.windows[i % len(self.windows)] for i in range(layers)]
+        rounds, rest = divmod(layers, len(self.windows))  # not layer by layer: a user may say 10^15 of them
+        found: dict[int | None, int] = {}
+        for i, window in enumerate(self.windows[:layers]):
+            found[window] = found.get(window, 0) + rounds + (i < rest)
+        return found
 
     def kv_elements(self) -> int:
         """Numbers that a token caches in a layer: 2 G d, or r + p; as `common.kvcache.kv_elements`."""
@@ -134,7 +150,10 @@ class Shape:
 
     def cached_tokens(self, context: int) -> int:
         """Tokens held after `context` of them, summed over layers; a window keeps one less than it sees."""
-        return sum(context if window is None else min(context, window - 1) for window in self.layer_windows())
+        return sum(
+            layers * (context if window is None else min(context, window - 1))
+            for window, layers in self.layer_windows().items()
+        )
 
     def head_widths(self) -> tuple[int, int]:
         """Coordinates of a query (and key) head and of a value head: d and d, or n + p and v."""
@@ -242,8 +261,9 @@ def read_any_config(model: str | Path, revision: str | None = None) -> Any:
 def shape_of(config: Any | None, given: Mapping[str, Any]) -> Shape:
     """The shape that a config describes, where there is one, with the sizes that are given in place of its own.
 
-    A size that is given changes no other one, but for two: a latent rank given to a config without one makes heads as
-    kvfold's plain form has them, n = v = d; and another number of layers or another hidden size counts Llama's norms.
+    A size that is given changes no other one that the config says; those that it leaves to be worked out, such as the
+    head dimension of many families, follow. A pattern of windows goes on in further layers. A latent rank given to a
+    config without one makes kvfold's plain form of it, with n = v = d.
 
     Args:
         config: of transformers.
@@ -262,7 +282,7 @@ def shape_of(config: Any | None, given: Mapping[str, Any]) -> Shape:
     shape = Shape()
     if config is not None:
         with one_line_errors(f"the config of a {config.model_type} model"):  # there are configs of every kind
-            shape = _of_config(config)
+            shape = _of_config(config, given)
     shape = replace(shape, **given)
     if shape.is_latent:
         for name in _HEADS:
@@ -271,16 +291,8 @@ def shape_of(config: Any | None, given: Mapping[str, Any]) -> Shape:
                     f"{flag(name)} {given[name]} says nothing of a model that caches latents "
                     f"(--kv-lora-rank {shape.kv_lora_rank}); leave it out"
                 )
-        if "kv_lora_rank" in given and config is not None:
-            shape = replace(
-                shape,
-                qk_nope_head_dim=shape.qk_nope_head_dim or shape.head_dim,
-                v_head_dim=shape.v_head_dim or shape.head_dim,
-            )
     elif latent := [name for name in given if name in _LATENT]:
         raise UserError(f"{flag(latent[0])} is a size of latent attention; give --kv-lora-rank too")
-    if {"hidden_size", "num_hidden_layers"} & set(given):
-        shape = replace(shape, other_parameters=None)
     return shape if shape.is_latent else _with_heads(shape)
 
 
@@ -300,35 +312,68 @@ def _with_heads(shape: Shape) -> Shape:
     return shape
 
 
-def _of_config(config: Any) -> Shape:
-    """What a config says. Of a type without a table it is what concerns the cache only."""
-    text = config.get_text_config(decoder=True)
-    if missing := [name for name in _NEEDED if getattr(text, name, None) is None]:
+def _of_config(config: Any, given: Mapping[str, Any]) -> Shape:
+    """What a config says once given sizes are put in. Of a type without a table it is what concerns the cache only."""
+    source = config.get_text_config(decoder=True)
+    if missing := [name for name in _NEEDED if getattr(source, name, None) is None]:
         raise UserError(f"a {config.model_type} model is not a decoder of text (no {missing[0]} in its config)")
-    kind, latent = text.model_type, attention_kind(text) == "MLA"
-    held = cached_tokens(text, _ENDLESS)
+    kind = source.model_type
+    if "num_attention_heads" in given and kind in _ROWS and getattr(source, "multi_query", None) is False:
+        given = {"num_key_value_heads": given["num_attention_heads"], **given}  # its class says so, once and for all
+    text = _put(source, given)
+    latent = attention_kind(text) == "MLA"
+    if latent and attention_kind(source) != "MLA":
+        text, kind = _plain(text, given), PREFIX + kind
     shape = Shape(
         hidden_size=text.hidden_size,
         num_hidden_layers=text.num_hidden_layers,
         num_attention_heads=num_attention_heads(text),
         num_key_value_heads=None if latent else num_key_value_heads(text),
-        head_dim=None if latent else head_dim(text),
+        head_dim=None if latent else getattr(text, "head_dim", None) or None,
         vocab_size=text.vocab_size,
         kv_lora_rank=text.kv_lora_rank if latent else None,
         **{name: getattr(text, name, None) if latent else None for name in _LATENT},
         tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        windows=tuple(None if tokens == _ENDLESS else tokens + 1 for tokens in held),
+        windows=_windows(source),
     )
     if (row := _ROWS.get(kind)) is None:
-        why = f"kvfold has no table of {kind} models beyond their cache; give all sizes by hand, without MODEL"
-        return replace(shape, untold=why)
+        what = "latent form" if kind != source.model_type else "table"
+        why = f"kvfold has no {what} of {source.model_type} models, so no more than the cache is known"
+        return replace(shape, untold=f"{why}; give all sizes by hand, without MODEL")
+    known = not latent or None not in (shape.qk_nope_head_dim, shape.qk_rope_head_dim, shape.v_head_dim)
     return replace(
         shape,
         intermediate_size=Sizes(text)["I"],
         gated_mlp=kind.removeprefix(PREFIX) not in _UNGATED,
-        other_parameters=sum(math.prod(promise.shape) for promise in _others(row, text)),
+        other_parameters=_others(row, text, given.get("num_key_value_heads")) if known else None,
         **_experts(kind, text),
     )
+
+
+def _put(config: Any, sizes: Mapping[str, Any]) -> Any:
+    """A copy of a config that says these sizes. One that its class works out from others it cannot take."""
+    config = deepcopy(config)
+    for name, size in sizes.items():
+        if not isinstance(getattr(type(config), name, None), property):
+            setattr(config, name, size)
+    return config
+
+
+def _plain(config: Any, given: Mapping[str, Any]) -> Any:
+    """A copy of a config that was given a latent rank, with what its plain form says besides; see `attention.plain`."""
+    width, row = head_dim(config), _ROWS.get(config.model_type)
+    biased = row is not None and any(line.template.endswith("self_attn.q_proj.bias") for line in _lines(row, config))
+    return _put(config, {"qk_nope_head_dim": width, "v_head_dim": width, "mla_bias": biased, **given})
+
+
+def _windows(config: Any) -> tuple[int | None, ...]:
+    """What layers see, as the shortest pattern that comes round."""
+    if getattr(config, "layer_types", None) is None:  # one type for all
+        config = _put(config, {"num_hidden_layers": 1})
+    held = cached_tokens(config, _ENDLESS)
+    windows = tuple(None if tokens == _ENDLESS else tokens + 1 for tokens in held)
+    period = next(i for i in range(1, len(windows) + 1) if windows[i:] == windows[:-i])
+    return windows[:period]
 
 
 def _experts(kind: str, config: Any) -> dict[str, Any]:
@@ -345,12 +390,21 @@ def _experts(kind: str, config: Any) -> dict[str, Any]:
     }
 
 
-def _others(row: Family, config: Any) -> Iterator[Promise]:
-    """What is stored beside matrices that a token is multiplied by: norms, biases, learned positions."""
-    for promise in row.promises(config, _FUSED).values():
-        axes = promise.weight.shape
-        if len(axes) == 1 or "norm" in promise.template or ("P",) in axes:
-            yield promise
+def _others(row: Family, config: Any, kv_heads: int | None) -> int:
+    """Elements of what is stored beside matrices that a token is multiplied by: norms, biases, learned positions."""
+    sizes, elements = Sizes(config, kv_heads), 0
+    for line in _lines(row, config):
+        if len(line.shape) == 1 or "norm" in line.template or ("P",) in line.shape:
+            tensors = math.prod(sizes[symbol] for slot, symbol in _REPEATED.items() if slot in line.template)
+            elements += tensors * math.prod(sum(sizes[term] for term in axis) for axis in line.shape)
+    return elements
+
+
+def _lines(row: Family, config: Any) -> set[Weight]:
+    """The lines of a table that hold for a config, found on one layer and one head: there may be 10^15 of them. Those
+    that hold for some layers only are matrices, which are not looked for here."""
+    one = _put(config, {"num_hidden_layers": 1, "num_attention_heads": 1})
+    return {promise.weight for promise in row.promises(one, _FUSED, kv_heads=1).values()}
 
 
 def figures(shape: Shape, forms: Mapping[str, Callable[[Shape], Any]]) -> tuple[dict[str, Any], str]:

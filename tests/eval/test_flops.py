@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from transformers import AutoConfig
@@ -105,7 +105,16 @@ def test_causal_attention_counts_the_pairs_that_are_seen(window):
 
     expected = 2 * pairs(min(window or 20, 20)) + pairs(20)  # layers 0 and 2, and layer 1
     assert report.causal_attention_flops == expected * 2 * 4 * (8 + 8)
+    assert report.causal_attention_flops_per_layer == pairs(20) * 2 * 4 * (8 + 8)
     assert report.prompt_flops is None
+    narrow = flops_of(replace(shape, num_hidden_layers=1), context=20)
+    assert narrow.causal_attention_flops == narrow.causal_attention_flops_per_layer
+
+
+def test_one_layer_is_known_without_their_number():
+    report = flops(context=4096, head_dim=64, num_attention_heads=32)
+    assert report.attention_flops is report.causal_attention_flops is None
+    assert report.attention_flops_per_layer == 2 * report.causal_attention_flops_per_layer
 
 
 def test_deepseek_v3_as_published():
