@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import Any
@@ -163,14 +164,27 @@ def one_line(name: str) -> Iterator[None]:
                     "task file with local data"
                 ) from error
             cause = cause.__cause__ or cause.__context__
-        if isinstance(error, RuntimeError) and "scripts are no longer supported" not in str(error):
+        theirs = isinstance(error, RecursionError) or "scripts are no longer supported" in str(error)
+        if isinstance(error, RuntimeError) and not theirs:
             raise  # torch's; the machine's or ours
         if isinstance(error, OSError) and error.errno and not isinstance(error, FileNotFoundError):
             raise
-        raise UserError(
-            f"task {name} cannot be run ({type(error).__name__}): {first_line(error)}; look at its file and data, and "
-            "at what was asked of it"
-        ) from error
+        raise UserError(f"task {name} cannot be run{_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with a task, and the way out: in our words where theirs say nothing."""
+    if isinstance(error, StopIteration):
+        return ": its data holds no document; fill it, or name another split"
+    if isinstance(error, RecursionError):
+        return ": it contains itself, or is nested too deeply; untangle its file"
+    kind, said = type(error).__name__, error
+    if isinstance(error, LookupError) or not str(error):  # says what was looked up, but not for what
+        frames = traceback.extract_tb(error.__traceback__)[::-1]
+        kind += f" in {next((frame for frame in frames if 'lm_eval' in frame.filename), frames[0]).name}"
+    if isinstance(error, KeyError) and len(error.args) == 1 and "\n" in str(error.args[0]):
+        said = error.args[0]  # which printing would put into one line
+    return f" ({kind}): {first_line(said)}; look at its file and data, and at what was asked of it"
 
 
 @contextmanager

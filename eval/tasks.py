@@ -27,6 +27,7 @@ from ..common.errors import UserError, did_you_mean
 from ..common.loading import load_model, load_tokenizer, resolve_device
 from ..common.parallel import Workers
 from ..common.progress import Progress
+from ..common.sources import first_line
 from ..convert.check import check_readable
 
 # lm-eval's own: of Python's and of numpy's, torch's and the few-shot examples' random numbers.
@@ -40,7 +41,8 @@ class TaskResult:
     Attributes:
         task, metric, filter: lm-eval's names; the filter is what a generated answer was read with.
         value: None if it is not finite.
-        stderr: standard error; None where lm-eval has none for this metric.
+        stderr: standard error; None where lm-eval has none for this metric. It is estimated from the samples, and 0
+            where all of them came out alike: of few, that is no certainty.
         higher_is_better: None where lm-eval does not say.
         samples: documents.
         num_fewshot: examples before each; None for a group whose tasks differ.
@@ -82,8 +84,8 @@ class TasksReport:
 def tasks(
     model: str | Path,
     *,
-    tasks: Sequence[str | Path],
-    include_path: Sequence[str | Path] = (),
+    task: str | Path | Sequence[str | Path],
+    include_path: str | Path | Sequence[str | Path] = (),
     num_fewshot: int | None = None,
     limit: int | None = None,
     batch_size: int = 1,
@@ -97,8 +99,8 @@ def tasks(
 
     Args:
         model: directory, GGUF file or Hub id.
-        tasks: names of tasks, groups or tags that lm-eval knows, or YAML files in its format. A relative path of data
-            in a file counts from the working directory.
+        task: one or several: names of tasks, groups or tags that lm-eval knows, or YAML files in its format. A relative
+            path of data in a file counts from the working directory.
         include_path: folders with more tasks, by name.
         num_fewshot: examples before each document; by default what the task says. A task that says 0 keeps it.
         limit: only the first so many documents of each task.
@@ -113,8 +115,8 @@ def tasks(
         CheckFailed: the model's likelihoods are not numbers.
         EnvironmentFailure: the data of a task cannot be downloaded; and see `load_model`.
     """
-    names = [tasks] if isinstance(tasks, str | Path) else list(dict.fromkeys(tasks))
-    _check(names, include_path, num_fewshot=(num_fewshot, 0), limit=(limit, 1), batch_size=(batch_size, 1))
+    names, folders = _several(task), _several(include_path)
+    _check(names, folders, num_fewshot=(num_fewshot, 0), limit=(limit, 1), batch_size=(batch_size, 1))
     tokenizer = load_tokenizer(model, revision=revision)
     if apply_chat_template and not tokenizer.chat_template:
         raise UserError(f"the tokenizer of {model} has no chat template; leave --apply-chat-template out")
@@ -128,11 +130,12 @@ def tasks(
     def prepare(_: int) -> None:
         nonlocal chosen, harness
         _seed()  # here, as a task may draw its documents
-        chosen = _open([str(name) for name in names], [str(folder) for folder in include_path])
-        for task in chosen["tasks"].values():
-            said = task.get_config("num_fewshot")
-            task.set_config("num_fewshot", num_fewshot if num_fewshot is not None and said != 0 else said or 0)
-            task.set_fewshot_seed(OTHER_SEED)
+        chosen = _open(names, folders)
+        for name, one in chosen["tasks"].items():
+            with one_line(_label(name, one)):
+                said = one.get_config("num_fewshot")
+                one.set_config("num_fewshot", num_fewshot if num_fewshot is not None and said != 0 else said or 0)
+                one.set_fewshot_seed(OTHER_SEED)
         loaded = load_model(model, dtype=dtype, device=workers.device, revision=revision)
         check_readable(model, loaded.config)
         harness = Harness(loaded, tokenizer, workers=workers, batch_size=batch_size, progress=progress)
@@ -142,7 +145,7 @@ def tasks(
     with hushed():
         # In every process; what is wrong is said by all at once, or a launcher would stop the one that speaks.
         workers.spread(prepare, range(workers.size))
-        with one_line(", ".join(chosen["tasks"])):
+        with one_line(", ".join(_label(name, one) for name, one in chosen["tasks"].items())):
             found = evaluate(
                 harness,
                 chosen,
@@ -151,9 +154,10 @@ def tasks(
                 apply_chat_template=apply_chat_template,
                 fewshot_as_multiturn=apply_chat_template,
             )
+            results = _rows(found)
     return TasksReport(
         model=str(model),
-        results=_rows(found),
+        results=results,
         lm_eval=version("lm_eval"),
         limit=limit,
         batch_size=batch_size,
@@ -161,6 +165,11 @@ def tasks(
         dtype=str(harness.model.dtype).removeprefix("torch."),
         device=str(harness.device),
     )
+
+
+def _several(given: str | Path | Sequence[str | Path]) -> list[str]:
+    """One or several names, each once."""
+    return list(dict.fromkeys(map(str, [given] if isinstance(given, str | Path) else given)))
 
 
 def _check(names: Sequence[Any], folders: Sequence[Any], **numbers: tuple[int | None, int]) -> None:
@@ -193,8 +202,6 @@ def _open(names: Sequence[str], folders: Sequence[str]) -> dict[str, dict[str, A
         UserError: one is unknown or broken, runs what a model writes, or brings a task that another brought.
         EnvironmentFailure: its data cannot be downloaded.
     """
-    from lm_eval.tasks import TaskManager
-
     from .harness import one_line
 
     files = {name: _read(name) for name in names if _is_file(name)}
@@ -204,14 +211,21 @@ def _open(names: Sequence[str], folders: Sequence[str]) -> dict[str, dict[str, A
     folders = [*folders, *(str(Path(name).parent) for name in groups)]
     # lm-eval's own index takes five seconds.
     needs_all = bool(groups) or len(files) < len(names)
-    manager = TaskManager(include_path=folders, include_defaults=needs_all)
+    manager = _manage(folders, needs_all)
     opened: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}}
     for name in names:
-        if name not in files:
-            _check_registered(name, manager.task_index)
-        with one_line(name):
+        entry = manager.task_index.get(name)
+        with one_line(_beside(name, getattr(entry, "yaml_path", None))):
+            if name in files:
+                _check_file(name, manager.task_index)
+            else:
+                _check_registered(name, manager.task_index)
             more = manager.load([groups.get(name, name)])
-        _refuse_unsafe(name for name, task in more["tasks"].items() if getattr(task, "UNSAFE_CODE", False))
+            _refuse_unsafe(task for task, one in more["tasks"].items() if getattr(one, "UNSAFE_CODE", False))
+            for task, one in more["tasks"].items():
+                _check_figures(task, one)
+            if not more["tasks"]:
+                raise UserError(f"{name} brings no task; a group lists the names of its tasks under task")
         for kind, known in opened.items():
             if twice := sorted(known.keys() & more[kind]):
                 raise UserError(f"{name} brings {twice[0]}, which was there before; name each task once")
@@ -232,8 +246,72 @@ def _is_file(name: str) -> bool:
     return True
 
 
+def _manage(folders: Sequence[str], needs_all: bool) -> Any:
+    """lm-eval's `TaskManager`, which finds the tasks of folders by their names.
+
+    Raises:
+        UserError: a file there gives a task a name that is not text, over which lm-eval would stumble.
+    """
+    from lm_eval.tasks import TaskManager
+
+    from .harness import one_line
+
+    with one_line(f"index of {', '.join(folders)}"):
+        try:
+            return TaskManager(include_path=folders, include_defaults=needs_all)
+        except TypeError:  # it sorts the names
+            _refuse_odd_names(folders)
+            raise
+
+
+def _refuse_odd_names(folders: Sequence[str]) -> None:
+    for path in sorted(path for folder in folders for path in Path(folder).rglob("*.yaml")):
+        try:
+            body = yaml.load(path.read_bytes(), _Reader)
+        except Exception:  # lm-eval leaves it out, whatever it is
+            continue
+        if isinstance(body, dict):
+            _check_names(path, body)
+            tags = body.get("tag")
+            for tag in tags if isinstance(tags, list) else [tags]:
+                _check_name(path, "tag", tag)
+
+
+def _check_names(path: str | Path, body: Mapping[Any, Any]) -> None:
+    """Refuse a file that names itself by something that is not text; a group's `task` is a list of others."""
+    key = "group" if "group" in body else "task"
+    _check_name(path, key, body.get(key))
+
+
+def _check_name(path: str | Path, key: str, name: Any) -> None:
+    if name is not None and not isinstance(name, str):
+        raise UserError(f"{path} says {key}: {str(name)[:40]}, which is not a name; write one, in quotes")
+
+
+def _label(name: str, task: Any) -> str:
+    """A loaded task's name, and its file."""
+    metadata = getattr(getattr(task, "config", None), "metadata", None)
+    place = metadata.get("config_source") if isinstance(metadata, Mapping) else None  # lm-eval's; may be "inline"
+    return _beside(name, place if isinstance(place, str) and place.endswith((".yaml", ".yml")) else None)
+
+
+def _beside(name: str, path: str | Path | None) -> str:
+    """A task's name, and its file if there is one that did not come with lm-eval."""
+    import lm_eval
+
+    return f"{name} ({path})" if path and Path(lm_eval.__file__).parent not in Path(path).parents else name
+
+
 class _Reader(yaml.SafeLoader):
     """Reads a task file without running the functions that it names."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, OverflowError) as error:  # PyYAML lets Python's own through, without a place
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{error}; quote it, if it is text", node.start_mark
+            ) from error
 
 
 _Reader.add_multi_constructor("!", lambda *_: None)
@@ -245,13 +323,26 @@ def _read(path: str) -> dict[str, Any]:
     Raises:
         UserError: it is not YAML, or names no task.
     """
+    said = Path(path).read_bytes()
     try:
-        body = yaml.load(Path(path).read_bytes(), _Reader)
+        body = yaml.load(said, _Reader)
+    except RecursionError as error:
+        raise UserError(f"{path} is nested too deeply to be read; untangle it") from error
     except yaml.YAMLError as error:
-        raise UserError(f"{path} is not YAML ({' '.join(str(error).split())[:100]})") from error
+        raise UserError(f"{path} is not YAML ({_where(error)})") from error
     if not isinstance(body, dict) or not any(body.get(key) for key in ("task", "group", "include")):
         raise UserError(f"{path} names no task; see lm-eval's guide to new tasks")
+    _check_names(path, body)
     return body
+
+
+def _where(error: yaml.YAMLError) -> str:
+    """What is wrong with a YAML file, and on which line."""
+    mark, context = getattr(error, "problem_mark", None), getattr(error, "context", None)
+    if mark is None:
+        return first_line(error)
+    said = f"{context}, {error.problem}" if context else error.problem
+    return f"line {mark.line + 1}, column {mark.column + 1}: {said}"
 
 
 def _check_registered(name: str, index: Mapping[str, Any]) -> None:
@@ -260,7 +351,63 @@ def _check_registered(name: str, index: Mapping[str, Any]) -> None:
         near = did_you_mean(name, index)
         way = near if near.startswith("; did") else "; lm-eval ls tasks lists what it has"  # there are thousands
         raise UserError(f"{name!r} is neither a task of lm-eval nor a YAML file here{way}")
-    _refuse_unsafe(task for task in _leaves(name, index) if (index[task].cfg or {}).get("unsafe_code"))
+    configs = {task: index[task].cfg or {} for task in _leaves(name, index)}
+    _refuse_unsafe(task for task, config in configs.items() if config.get("unsafe_code"))
+    for task, config in configs.items():
+        _check_config(_beside(task, index[task].yaml_path), config)
+
+
+def _check_file(path: str, index: Mapping[str, Any]) -> None:
+    """Refuse a task file over which lm-eval would stumble without saying why."""
+    from lm_eval.tasks._yaml_loader import load_yaml  # with what it includes
+
+    config = load_yaml(path, resolve_func=False)
+    _check_names(path, config)
+    if "group" not in config:
+        _check_config(path, config)
+        return
+    members = config.get("task")
+    for member in members if isinstance(members, list) else ():
+        if isinstance(member, str) and member not in index:
+            near = did_you_mean(member, index)
+            way = near if near.startswith("; did") else "; put its file beside, or into an included folder"
+            raise UserError(f"{path} names the task {member!r}, which is not there{way}")
+
+
+def _check_config(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse a task without data, or with a metric that has no known way to be averaged."""
+    from lm_eval.api.metrics import mean  # noqa: F401 - fills the registry
+    from lm_eval.api.registry import get_metric_aggregation
+
+    if not any(config.get(key) for key in ("dataset_path", "custom_dataset", "class")):
+        raise UserError(f"task {name} has no data; give it a dataset_path")
+    for metric in config.get("metric_list") or ():
+        given = metric.get("metric") if isinstance(metric, Mapping) else None
+        if not isinstance(given, str) or "aggregation" in metric:
+            continue
+        known = given.rpartition(".")[2] if Path(given).is_absolute() else given  # lm-eval's place of a function
+        if get_metric_aggregation(known) is None:
+            raise _unknown("metric", known, name)
+
+
+def _check_figures(name: str, task: Any) -> None:
+    """Refuse a task with metrics or aggregations that were not found: lm-eval would leave their figures out."""
+    config = getattr(task, "config", None)
+    found = {"aggregation of": getattr(task, "_aggregation_list", {})}
+    if getattr(config, "process_results", None) is None:  # else that is the metric
+        found["metric"] = getattr(task, "_metric_fn_list", {})
+    for kind, functions in found.items():
+        if missing := [metric for metric, function in functions.items() if function is None]:
+            raise _unknown(kind, missing[0], _label(name, task))
+
+
+def _unknown(kind: str, metric: str, task: str) -> UserError:
+    way = (
+        "or give one of the evaluate library, which the Hub has, and its aggregation" if kind == "metric" else "as mean"
+    )
+    return UserError(
+        f"the {kind} {metric!r} in the metric_list of task {task} is unknown to lm-eval; name one that it has, {way}"
+    )
 
 
 def _leaves(name: str, index: Mapping[str, Any]) -> Iterator[str]:

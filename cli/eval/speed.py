@@ -14,7 +14,6 @@ COLUMNS = {
     "decodes from": "decoding",
     "context": "context",
     "batch": "batch_size",
-    "prefill tok/s": "prefill_tokens_per_second",
     "decode tok/s": "tokens_per_second",
     "min": "tokens_per_second_min",
     "max": "tokens_per_second_max",
@@ -23,8 +22,9 @@ COLUMNS = {
     "memory floor ms": "memory_floor_ms",
     "arithmetic floor ms": "arithmetic_floor_ms",
     "floor / step": "floor_share",
+    "prefill tok/s": "prefill_tokens_per_second",
 }
-FITTING = {"largest batch": "largest_batch_size", "largest context": "largest_context"}
+FITTING = {"largest batch": "largest_batch_size", "largest context, the model's at most": "largest_context"}
 
 
 @click.command()
@@ -45,17 +45,22 @@ FITTING = {"largest batch": "largest_batch_size", "largest context": "largest_co
 )
 @click.option("--steps", type=options.count, default=8, show_default=True, help="Tokens of each timed block.")
 @click.option("--runs", type=options.count, default=5, show_default=True, help="Timed blocks of each model.")
-@click.option("--memory", type=options.Size(), help="Say what batch and context fit into it, such as 16GiB.")
+@click.option(
+    "--memory",
+    type=options.Size(),
+    help="Say what batch, and what context up to the model's own, fit into it, such as 16GiB.",
+)
 @click.option("--no-absorb", "absorb", flag_value=False, default=True, help="Expand latents at every step.")
 @options.run_dtype(auto="float32 on a CPU and the checkpoint's own elsewhere")
 @options.device
-@options.revision
+@click.option("--revision", help="Branch, tag or commit of the first MODEL, if it is a Hub id.")
 @options.as_json
 def speed(models: tuple[str, ...], as_json: bool, **knobs: Any) -> None:
     """Time how fast each MODEL reads a prompt and decodes, by turns, beside what the machine could do.
 
-    Ratios are to the first MODEL. The memory floor of a step is what it reads over the machine's copy bandwidth, the
-    arithmetic floor what it computes over the rate of a large matrix product, both measured in the same run.
+    Ratios are of the medians, to the first MODEL's. The memory floor of a step is what it reads over the machine's copy
+    bandwidth, the arithmetic floor what it computes over the rate of a large matrix product, both measured in the same
+    run.
     """
     from dataclasses import asdict
 

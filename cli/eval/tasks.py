@@ -25,7 +25,6 @@ COLUMNS = {
 @click.argument("model")
 @click.option(
     "--task",
-    "tasks",
     multiple=True,
     required=True,
     metavar="NAME|FILE",

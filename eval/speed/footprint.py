@@ -20,7 +20,7 @@ class Footprint:
         config: says which layers keep how many tokens.
         weight_bytes: of the storages of all parameters and buffers, each counted once.
         found_bytes: of the cache of one sequence.
-        found_tokens: that this cache held, summed over layers.
+        found_tokens: that the config has this cache hold, summed over layers; 0 if every window is a single token.
     """
 
     config: Any
@@ -29,20 +29,33 @@ class Footprint:
     found_tokens: int
 
     def cache_bytes(self, context: int) -> int:
-        """Of one sequence: as many bytes a token as were found."""
+        """Of one sequence: as many bytes a token as were found; 0 where no layer keeps any."""
+        if not self.found_tokens:
+            return 0
         return self.found_bytes * sum(cached_tokens(self.config, context)) // self.found_tokens
 
-    def largest_batch_size(self, context: int, memory: int) -> int:
-        """Sequences of `context` tokens whose caches fit beside the weights into `memory` bytes."""
-        return max(0, memory - self.weight_bytes) // self.cache_bytes(context)
+    def largest_batch_size(self, context: int, memory: int) -> int | None:
+        """Sequences of `context` tokens whose caches fit beside the weights into `memory` bytes.
 
-    def largest_context(self, batch_size: int, memory: int) -> int:
-        """Tokens that each of `batch_size` sequences may have for the same; at most the model's own context."""
+        None if any number does, as they cache nothing.
+        """
         if memory < self.weight_bytes:
             return 0
-        contexts = range(1, (context_length(self.config) or MOST_TOKENS) + 1)
+        cached = self.cache_bytes(context)
+        return (memory - self.weight_bytes) // cached if cached else None
+
+    def largest_context(self, batch_size: int, memory: int) -> int | None:
+        """Tokens that each of `batch_size` sequences may have for the same; at most the model's own context.
+
+        None if neither the memory nor the model sets a bound.
+        """
+        if memory < self.weight_bytes:
+            return 0
+        longest = context_length(self.config)
+        contexts = range(1, (longest or MOST_TOKENS) + 1)
         # Contexts need no less memory the longer they are.
-        return bisect_right(contexts, (memory - self.weight_bytes) // batch_size, key=self.cache_bytes)
+        found = bisect_right(contexts, (memory - self.weight_bytes) // batch_size, key=self.cache_bytes)
+        return None if longest is None and found == MOST_TOKENS else found
 
 
 def measure_footprint(model: Any, *, name: str) -> Footprint:

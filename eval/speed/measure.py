@@ -6,6 +6,7 @@ device copies and multiplies in a second is measured in between (see `floors`). 
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 from collections.abc import Collection, Mapping, Sequence
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.errors import UserError
-from ...common.kvcache import context_length
+from ...common.kvcache import cached_tokens, context_length, kv_elements
 from ...common.loading import load_model
 from ...common.parallel import is_alone, promised_size
 from ...common.progress import Progress
 from ...convert.check import check_readable
+from ..shape import read_any_config
 from .record import SpeedProtocol, SpeedReport, SpeedRow
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from .turns import Point
 
 DEFAULT_CONTEXTS = (512, 1024, 4096)
+LEAST_MEMORY = 2**20  # bytes; less is a number of other units
 
 
 def speed(
@@ -52,24 +55,29 @@ def speed(
         context: tokens of a prompt, and cached ones that decoding begins with; by default those of 512, 1024 and 4096
             that every model takes.
         batch_size: sequences at a time.
-        steps: tokens of a block.
+        steps: tokens of a block. A number that is given twice is timed once, as of contexts.
         runs: counted blocks of each model at each context and batch size.
         memory: bytes to say the largest batch and context for.
-        dtype, device, revision: see `common.loading.load_model`.
+        revision: of the first model, if it is a Hub id.
+        dtype, device: see `common.loading.load_model`.
         absorb: whether models with latents decode without expanding them.
         progress: called with `(turns done, turns in all)`.
 
     Raises:
-        UserError: a number does not fit a model, or a model is given twice.
+        UserError: a number does not fit a model, which is said before any weights are read if a config tells, or a
+            model is given twice.
         EnvironmentFailure: see `load_model`.
     """
     _refuse_company()
     names = [str(model) for model in models]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise UserError(f"{min(twice)} is given twice; give every model once")
-    loaded = {name: load_model(name, dtype=dtype, device=device, revision=revision) for name in names}
-    for name, model in loaded.items():
-        check_readable(name, model.config)
+    _refuse_twice(names)
+    _check_numbers(batch_size, context, steps=steps, runs=runs, memory=memory)
+    revisions = {name: None if number else revision for number, name in enumerate(names)}
+    configs = {name: read_any_config(name, of) for name, of in revisions.items()}
+    for name, config in configs.items():
+        check_readable(name, config)
+    _fit(configs, context, steps)
+    loaded = {name: load_model(name, dtype=dtype, device=device, revision=of) for name, of in revisions.items()}
     return measure_speed(
         loaded,
         contexts=context,
@@ -116,10 +124,9 @@ def measure_speed(
     from .turns import Point, decode_in_turn, read_in_turn
 
     _refuse_company()
-    _check_numbers(batch_size=batch_sizes, steps=[steps], runs=[runs], context=contexts)
-    if not models or not batch_sizes:
-        raise UserError("there is nothing to time; give a model and a batch size")
-    contexts = _fit(models, contexts, steps)
+    _check_numbers(batch_sizes, contexts, steps=steps, runs=runs, memory=memory_budget)
+    contexts = _fit({name: model.config for name, model in models.items()}, contexts, steps)
+    batch_sizes = list(dict.fromkeys(batch_sizes))
     device, dtype = _common_ground(models)
     if cuda_graphs and device.type != "cuda":
         raise UserError(f"CUDA graphs need a CUDA device, and these models are on {device}; go without")
@@ -174,8 +181,7 @@ def _row(
     }
     bound = max(floors, key=lambda floor: floors[floor])
     step = [1e3 * seconds / steps for seconds in point.blocks[name]]
-    (first, *_), own = point.blocks.values(), point.blocks[name]
-    decoded = _spread([batch_size * steps / seconds for seconds in own])
+    first = next(iter(point.blocks.values()))
     prefill = _spread([batch_size * context / seconds for seconds in point.prompts[name]])
     median, least, most = _spread(step)
     return SpeedRow(
@@ -183,24 +189,24 @@ def _row(
         decoding=kind,
         context=context,
         batch_size=batch_size,
-        prefill_tokens_per_second=prefill[0],
-        prefill_tokens_per_second_min=prefill[1],
-        prefill_tokens_per_second_max=prefill[2],
-        tokens_per_second=decoded[0],
-        tokens_per_second_min=decoded[1],
-        tokens_per_second_max=decoded[2],
+        tokens_per_second=1e3 * batch_size / median,
+        tokens_per_second_min=1e3 * batch_size / most,
+        tokens_per_second_max=1e3 * batch_size / least,
         milliseconds_per_step=median,
         milliseconds_per_step_min=least,
         milliseconds_per_step_max=most,
-        x_first=statistics.median(theirs / ours for theirs, ours in zip(first, own, strict=True)),
-        read_weight_bytes=work.weight_bytes,
-        read_cache_bytes=work.cache_bytes,
-        flops_per_step=work.flops,
+        x_first=statistics.median(first) / statistics.median(point.blocks[name]),
         memory_floor_ms=floors["memory"],
         arithmetic_floor_ms=floors["arithmetic"],
         bound=bound,
         floor_share=floors[bound] / median,
+        read_weight_bytes=work.weight_bytes,
+        read_cache_bytes=work.cache_bytes,
+        flops_per_step=work.flops,
         weight_bytes=footprint.weight_bytes,
+        prefill_tokens_per_second=prefill[0],
+        prefill_tokens_per_second_min=prefill[1],
+        prefill_tokens_per_second_max=prefill[2],
         largest_batch_size=None if memory is None else footprint.largest_batch_size(context, memory),
         largest_context=None if memory is None else footprint.largest_context(batch_size, memory),
     )
@@ -218,19 +224,46 @@ def _refuse_company() -> None:
         )
 
 
-def _check_numbers(**numbers: Sequence[int]) -> None:
-    for name, given in numbers.items():
+def _refuse_twice(names: Sequence[str]) -> None:
+    """Refuse a model in two spellings, too: a path here is the place that it leads to."""
+    seen: dict[str, str] = {}
+    for name in names:
+        place = os.path.realpath(name) if Path(name).exists() else name
+        if (before := seen.get(place)) is not None:
+            said = f"{name} is given twice" if before == name else f"{before} and {name} are one model"
+            raise UserError(f"{said}; give every model once")
+        seen[place] = name
+
+
+def _check_numbers(
+    batch_sizes: Sequence[int], contexts: Sequence[int], *, steps: int, runs: int, memory: int | None
+) -> None:
+    """Refuse what needs no model to be seen to be wrong."""
+    if not batch_sizes:
+        raise UserError("there is nothing to time; give a batch size")
+    for name, given in {"batch_size": batch_sizes, "steps": [steps], "runs": [runs], "context": contexts}.items():
         if wrong := [number for number in given if number < 1]:
             raise UserError(f"{name} {wrong[0]} leaves nothing to time; give 1 or more")
+    if memory is not None and memory < LEAST_MEMORY:
+        raise UserError(f"a memory of {memory:,} bytes holds no model; give 1MiB or more, with its unit, such as 16GiB")
 
 
-def _fit(models: Mapping[str, Any], contexts: Sequence[int], steps: int) -> list[int]:
+def _fit(configs: Mapping[str, Any], contexts: Sequence[int], steps: int) -> list[int]:
     """The contexts to time, each once: those asked for, else the default ones that every model takes.
 
+    Args:
+        configs: of the models, by name.
+
     Raises:
-        UserError: a model is not made for a context and the steps after it.
+        UserError: there is no model, or one has no key/value cache, or is not made for a context and the steps after
+            it.
     """
-    limits = {name: longest for name, each in models.items() if (longest := context_length(each.config)) is not None}
+    if not configs:
+        raise UserError("there is nothing to time; give a model")
+    for config in configs.values():
+        kv_elements(config)
+        cached_tokens(config, 1)
+    limits = {name: longest for name, each in configs.items() if (longest := context_length(each)) is not None}
     name = min(limits, key=lambda each: limits[each]) if limits else ""
     room = limits[name] - steps if limits else max((*contexts, *DEFAULT_CONTEXTS))
     if room < 1:

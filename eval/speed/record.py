@@ -36,33 +36,34 @@ class SpeedProtocol:
 class SpeedRow:
     """One model at one context and batch size. Figures with a minimum and a maximum are medians of all blocks.
 
+    Tokens a second are those of the steps: the median is that of the median step, the minimum that of the longest.
+
     Attributes:
         decoding: what is attended to: `heads`, `latent, absorbed` or `latent, expanded`.
         context: tokens of the prompt, and tokens cached before the first step.
         batch_size: sequences at a time.
-        prefill_tokens_per_second: of all prompts together, read at once; None where no prompt was timed.
         tokens_per_second: decoded, of all sequences together.
         milliseconds_per_step: in which every sequence gets one token.
-        x_first: times the speed of the first model, the median of the ratios of all turns.
-        read_weight_bytes, read_cache_bytes: that a step reads at least; see `eval.speed.floors.StepWork`.
-        flops_per_step: that it computes at least.
+        x_first: times the speed of the first model, the ratio of both medians.
         memory_floor_ms: both kinds of bytes over the copy bandwidth.
         arithmetic_floor_ms: the operations over the matrix rate.
         bound: the larger floor, `memory` or `arithmetic`.
         floor_share: the larger floor over the median step; 1 is as fast as can be.
+        read_weight_bytes, read_cache_bytes: that a step reads at least; see `eval.speed.floors.StepWork`.
+        flops_per_step: that it computes at least.
         weight_bytes: of the model as loaded, tied weights once.
+        prefill_tokens_per_second: of all prompts together, read at once; None where no prompt was timed.
         largest_batch_size: sequences of this context that fit into the memory budget, and 0 if the weights do not:
-            weights and caches only, activations left out. None without a budget.
-        largest_context: tokens a sequence that fit for this batch size, likewise; at most the model's context.
+            weights and caches only, activations left out. None without a budget, and if any number fits, as in a model
+            that caches nothing.
+        largest_context: tokens a sequence that fit for this batch size, likewise; at most the model's context, and
+            None if that sets no bound either.
     """
 
     model: str
     decoding: str
     context: int
     batch_size: int
-    prefill_tokens_per_second: float | None
-    prefill_tokens_per_second_min: float | None
-    prefill_tokens_per_second_max: float | None
     tokens_per_second: float
     tokens_per_second_min: float
     tokens_per_second_max: float
@@ -70,14 +71,17 @@ class SpeedRow:
     milliseconds_per_step_min: float
     milliseconds_per_step_max: float
     x_first: float
-    read_weight_bytes: int
-    read_cache_bytes: int
-    flops_per_step: int
     memory_floor_ms: float
     arithmetic_floor_ms: float
     bound: str
     floor_share: float
+    read_weight_bytes: int
+    read_cache_bytes: int
+    flops_per_step: int
     weight_bytes: int
+    prefill_tokens_per_second: float | None
+    prefill_tokens_per_second_min: float | None
+    prefill_tokens_per_second_max: float | None
     largest_batch_size: int | None
     largest_context: int | None
 

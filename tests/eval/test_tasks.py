@@ -119,7 +119,7 @@ def test_equals_lm_eval_itself(path, three, monkeypatch, capfd):
     none = lm_eval.tasks.TaskManager(include_defaults=False)
     expected = lm_eval.simple_evaluate(theirs, tasks=three, num_fewshot=2, limit=7, task_manager=none)
     capfd.readouterr()
-    report = tasks(path, tasks=three, num_fewshot=2, limit=7)
+    report = tasks(path, task=three, num_fewshot=2, limit=7)
     said = capfd.readouterr()
     assert said.out == "" and "%|" not in said.err
     assert [(row.task, row.metric) for row in report.results] == [
@@ -158,7 +158,7 @@ def test_two_processes_find_what_one_finds(path, three, monkeypatch):
     done = subprocess.run(line, capture_output=True, text=True, timeout=120)  # until both have closed their output
     assert done.returncode == 0, done.stderr
     monkeypatch.delenv("WORLD_SIZE")
-    alone = tasks(path, tasks=three, num_fewshot=2, limit=5)
+    alone = tasks(path, task=three, num_fewshot=2, limit=5)
     assert json.loads(done.stdout) == json.loads(json.dumps(to_dict(alone)))  # one object, and nothing else
 
 
@@ -166,19 +166,20 @@ def test_people_read_a_table(path, choice, capsys):
     command.main([path, "--task", choice, "--limit", "3"], standalone_mode=False)
     said = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["limit", "3"] in said and ["results"] not in [line[:1] for line in said]
-    assert said[-3][:4] == ["task", "metric", "filter", "value"]
+    assert said[-3][:6] == ["task", "metric", "filter", "value", "stderr", "samples"]  # an error beside its samples
+    assert [line[5] for line in said[-2:]] == ["3", "3"]
     assert [line[:3] for line in said[-2:]] == [["choice", "acc", "none"], ["choice", "brier_score", "none"]]
 
 
 def test_batch_size_changes_nothing(path, three):
-    reports = [tasks(path, tasks=three[:2], batch_size=size, dtype="float64") for size in (1, 4)]
+    reports = [tasks(path, task=three[:2], batch_size=size, dtype="float64") for size in (1, 4)]
     for one, four in zip(reports[0].results, reports[1].results, strict=True):
         assert four.value == pytest.approx(one.value, rel=1e-6)
 
 
 def test_progress_ends_at_the_total(path, three):
     seen = []
-    tasks(path, tasks=three[:2], limit=5, progress=lambda *at: seen.append(at))
+    tasks(path, task=three[:2], limit=5, progress=lambda *at: seen.append(at))
     assert seen == [(n + 1, 15) for n in range(15)] + [(n + 1, 5) for n in range(5)]
 
 
@@ -189,14 +190,14 @@ def test_a_group_brings_its_tasks_and_the_code_beside_them(few, path, write, tmp
         file.write_text(file.read_text().replace('"{{question}}"', "!function own.prompt"))
     mean = "\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
     (tmp_path / "both.yaml").write_text(f"group: both\ntask: [one, two]{mean}")
-    report = tasks(path, tasks=[str(tmp_path / "both.yaml")], limit=6)
+    report = tasks(path, task=[str(tmp_path / "both.yaml")], limit=6)
     acc = {row.task: row for row in report.results if row.metric == "acc"}
     assert list(acc) == ["both", "one", "two"]
     assert (acc["both"].samples, acc["both"].value) == (12, acc["one"].value)
 
 
 def test_tasks_of_an_included_folder_have_names(few, path, choice):
-    report = tasks(path, tasks=["choice"], include_path=[Path(choice).parent], limit=2)
+    report = tasks(path, task=["choice"], include_path=[Path(choice).parent], limit=2)
     assert {row.task for row in report.results} == {"choice"}
 
 
@@ -213,16 +214,29 @@ REFUSED = {
 def test_a_task_that_cannot_be_had(case, few, path):
     name, error, message = REFUSED[case]
     with pytest.raises(error, match=message) as refused:
-        tasks(path, tasks=[name])
+        tasks(path, task=[name])
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
 
 
+MEAN = {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
 BROKEN = {
     "no task": ({"task": ""}, QUESTIONS, r"bad.yaml names no task"),
     "unsafe": ({"unsafe_code": True}, QUESTIONS, "task bad runs the code that a model writes"),
     "field": ({"doc_to_text": "{{ nope.nope }}"}, QUESTIONS, "task .*bad.* cannot be run .*nope"),
     "data": ({"dataset_kwargs": {"data_files": {"test": "none.jsonl"}}}, QUESTIONS, "cannot be run .*none.jsonl"),
-    "examples": ({"num_fewshot": 20}, QUESTIONS, "task bad cannot be run .*[Ss]ample larger"),
+    "empty": ({}, [], r"bad.yaml cannot be run: its data holds no document; fill it, or name another split"),
+    "split": ({"test_split": "nope"}, QUESTIONS, r"bad.yaml cannot be run \(KeyError in test_docs\): 'nope'"),
+    "filter": ({"filter_list": [{"name": "x", "filter": [{"function": "nope"}]}]}, QUESTIONS, "Unknown filter 'nope'"),
+    "metric": ({"metric_list": [{"metric": "nope"}]}, QUESTIONS, r"the metric 'nope' .* task .*bad.yaml is unknown"),
+    "left out": (
+        {"metric_list": [MEAN | {"metric": "nope"}]},
+        QUESTIONS,
+        r"the metric 'nope' .*\(.*bad.yaml\) is unkn",
+    ),
+    "aggregation": ({"metric_list": [MEAN | {"aggregation": "nope"}]}, QUESTIONS, "aggregation of 'acc' .* is unknown"),
+    "no data": ({"dataset_path": None}, QUESTIONS, "bad.yaml has no data; give it a dataset_path"),
+    "number": ({"task": 5}, QUESTIONS, "bad.yaml says task: 5, which is not a name; write one, in quotes"),
+    "examples": ({"num_fewshot": 20}, QUESTIONS, "task bad .*cannot be run .*[Ss]ample larger"),
 }
 
 
@@ -230,7 +244,7 @@ BROKEN = {
 def test_a_task_file_that_is_broken(case, path, write):
     settings, rows, message = BROKEN[case]
     with pytest.raises(UserError, match=message):
-        tasks(path, tasks=[write("bad", CHOICE, rows, **settings)])
+        tasks(path, task=[write("bad", CHOICE, rows, **settings)])
 
 
 @pytest.mark.parametrize(
@@ -241,44 +255,96 @@ def test_a_task_file_that_is_broken(case, path, write):
         ({"batch_size": 0}, "batch size 0"),
         ({"include_path": ["nowhere"]}, "no folder nowhere"),
         ({"apply_chat_template": True}, "has no chat template"),
-        ({"tasks": []}, "no task given"),
+        ({"task": []}, "no task given"),
     ],
 )
 def test_a_knob_that_cannot_be(knobs, message, path, choice):
     with pytest.raises(UserError, match=message):
-        tasks(path, **{"tasks": [choice], **knobs})
+        tasks(path, **{"task": [choice], **knobs})
 
 
-def test_a_task_file_that_is_not_yaml(path, tmp_path):
-    (tmp_path / "bad.yaml").write_text("task: [")
-    with pytest.raises(UserError, match=r"bad.yaml is not YAML .*flow"):
-        tasks(path, tasks=[str(tmp_path / "bad.yaml")])
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("task: [", r"bad.yaml is not YAML \(line 1, column 8: .*flow"),
+        ("a: 1\ntask: 2020-13-45", r"bad.yaml is not YAML \(line 2, column 7: month must be in 1..12; quote it"),
+        ("task: !!int abc", r"bad.yaml is not YAML \(line 1, column 7: invalid literal .*'abc'"),
+        ("task: !!float abc", r"bad.yaml is not YAML \(line 1, column 7: could not convert .*'abc'"),
+        ("task: " + 3000 * "[", r"bad.yaml is nested too deeply"),
+        ("task: 2020-12-12", r"bad.yaml says task: 2020-12-12, which is not a name"),
+        ("group: [a]\ntask: [b]", r"bad.yaml says group: \['a'\], which is not a name"),
+        ("group: g\ntask: [nope]", r"bad.yaml names the task 'nope', which is not there; put its file beside"),
+        ("group: g", r"bad.yaml brings no task; a group lists"),
+        ("include: none.yaml", r"task .*bad.yaml cannot be run .*none.yaml"),
+    ],
+)
+def test_a_task_file_that_cannot_be_read(said, message, few, path, tmp_path):
+    (tmp_path / "bad.yaml").write_text(said)
+    with pytest.raises(UserError, match=message) as refused:
+        tasks(path, task=tmp_path / "bad.yaml")
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 400
+
+
+def test_a_task_that_contains_itself(path, choice):
+    text = Path(choice).read_text().replace('{"version": 2}', "&m {version: *m}")
+    Path(choice).write_text(text)
+    with pytest.raises(UserError, match=r"task choice \(.*choice.yaml\) cannot be run: it contains itself"):
+        tasks(path, task=choice)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("task: 5", "num.yaml says task: 5, which is not a name"),
+        ("group: 5\ntask: [choice]", "num.yaml says group: 5, which is not a name"),
+        ("task: t\ntag: [5]", "num.yaml says tag: 5, which is not a name"),
+        ("group: a\ntask: [b]\n---", None),  # which lm-eval does not read either
+    ],
+)
+def test_a_strangers_file_beside_a_task(said, message, few, path, choice, tmp_path):
+    (tmp_path / "num.yaml").write_text(said)
+    (tmp_path / "both.yaml").write_text("group: both\ntask: [choice]\n")
+    asked = [{"task": str(tmp_path / "both.yaml")}, {"task": "choice", "include_path": str(tmp_path)}]
+    for knobs in asked:
+        if message is None:
+            assert tasks(path, **knobs, limit=1).results
+            continue
+        with pytest.raises(UserError, match=message):
+            tasks(path, **knobs)
+
+
+@pytest.mark.parametrize("members", ["5", "[5]", "[b]", "[{group: b}]"])
+def test_a_group_that_names_no_tasks(members, few, path, tmp_path):
+    (tmp_path / "a.yaml").write_text(f"group: a\ntask: {members}\n")
+    (tmp_path / "b.yaml").write_text("group: b\ntask: [a]\n")
+    with pytest.raises(UserError, match=r"task a \(.*a.yaml\) cannot be run|a brings no task"):
+        tasks(path, task="a", include_path=tmp_path)
 
 
 def test_one_name_for_one_task(path, choice, write, tmp_path):
     other = tmp_path / "other.yaml"
     other.write_text(Path(choice).read_text())
     with pytest.raises(UserError, match=r"other.yaml brings choice, which was there before"):
-        tasks(path, tasks=[choice, str(other)])
+        tasks(path, task=[choice, str(other)])
 
 
 def test_without_lm_eval(path, choice, monkeypatch):
     monkeypatch.setattr("kvfold.eval.tasks.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'kvfold\[tasks\]'"):
-        tasks(path, tasks=[choice])
+        tasks(path, task=[choice])
 
 
 def test_a_likelihood_that_is_not_a_number(llama, save, choice):
     with torch.no_grad():
         llama.lm_head.weight[7, 3] = math.nan
     with pytest.raises(CheckFailed, match="document 0 of task choice is not a number"):
-        tasks(save(llama), tasks=[choice])
+        tasks(save(llama), task=[choice])
 
 
 def test_a_foreign_tokenizer(save, choice):
     small = make_model("llama", vocab_size=30, bos_token_id=1, eos_token_id=2)
     with pytest.raises(UserError, match="beyond the model's 30 embeddings"):
-        tasks(save(small), tasks=[choice])
+        tasks(save(small), task=[choice])
 
 
 def test_the_chat_template_is_what_the_model_reads(llama, save, choice, monkeypatch):
@@ -291,7 +357,7 @@ def test_the_chat_template_is_what_the_model_reads(llama, save, choice, monkeypa
     monkeypatch.setattr(
         Harness, "loglikelihood", lambda self, requests: read.extend(r.args for r in requests) or ask(self, requests)
     )
-    report = tasks(folder, tasks=[choice], num_fewshot=1, limit=1, apply_chat_template=True)
+    report = tasks(folder, task=[choice], num_fewshot=1, limit=1, apply_chat_template=True)
     assert report.chat_template
     prompt, continuation = read[0]
     assert prompt.startswith("[user]Colour") and "[assistant]" in prompt  # an example is a turn of its own

@@ -34,6 +34,9 @@ def test_it_prints_every_form_at_every_context(capsys, monkeypatch):
     assert [row[2] for row in table[:4]] == ["heads", "heads", "latent, absorbed", "latent, expanded"]
     assert all(float(cell) > 0 for row in table for cell in row[3:8])
     assert [row[6] for row in table[::4]] == ["1.00", "1.00"]
+    for start in (0, 4):  # by the medians beside it
+        for row in table[start : start + 4]:
+            assert float(row[6]) == pytest.approx(float(row[3]) / float(table[start][3]), abs=0.02)
     assert [row[0] for row in grouped] == ["40", "80"]
     assert [len(row) for row in grouped] == [9, 9]
     assert [row[:2] for row in prompts] == [row[:2] for row in table]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import product
 
 import pytest
@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from kvfold.cli.eval.speed import speed as command
 from kvfold.common.errors import UserError
+from kvfold.common.loading import load_model
 from kvfold.convert.gqa import convert_gqa
 from kvfold.convert.mla.convert import convert_mla
 from kvfold.eval.cache import measure_cache
@@ -22,6 +23,7 @@ from kvfold.eval.speed import floors, turns
 from kvfold.eval.speed.floors import ABSORBED, EXPANDED, HEADS, Gauge
 from kvfold.eval.speed.footprint import Footprint, measure_footprint
 from kvfold.eval.speed.measure import measure_speed, speed
+from kvfold.eval.speed.record import SpeedRow
 from kvfold.eval.speed.runs import Decoder, decoding
 
 from ..conftest import CONTEXT, make_model
@@ -47,12 +49,12 @@ def test_there_is_a_whole_row_for_every_model_context_and_batch_size(gauge):
     told = []
     report = measure_speed(
         models,
-        contexts=[8, 40],
-        batch_sizes=[1, 3],
+        contexts=[8, 40, 8],
+        batch_sizes=[1, 3, 1],
         steps=2,
-        runs=3,
+        runs=4,
         prefill_runs=2,
-        memory_budget=10**6,
+        memory_budget=2**20,
         expand=["expanded"],
         gauge=gauge,
         progress=lambda *turns: told.append(turns),
@@ -65,6 +67,8 @@ def test_there_is_a_whole_row_for_every_model_context_and_batch_size(gauge):
         for name in ("prefill_tokens_per_second", "tokens_per_second", "milliseconds_per_step"):
             assert figures[f"{name}_min"] <= figures[name] <= figures[f"{name}_max"]
         assert row.tokens_per_second * row.milliseconds_per_step == pytest.approx(1e3 * row.batch_size)
+        first = next(r for r in report.results if (r.context, r.batch_size) == (row.context, row.batch_size))
+        assert row.x_first == pytest.approx(row.tokens_per_second / first.tokens_per_second)
         bytes_read = row.read_weight_bytes + row.read_cache_bytes
         assert row.memory_floor_ms == pytest.approx(1e3 * bytes_read / report.copy_bytes_per_second)
         assert row.arithmetic_floor_ms == pytest.approx(1e3 * row.flops_per_step / report.matrix_flops_per_second)
@@ -73,7 +77,7 @@ def test_there_is_a_whole_row_for_every_model_context_and_batch_size(gauge):
         assert row.floor_share == pytest.approx(max(floors.values()) / row.milliseconds_per_step)
     assert all(row.x_first == 1 for row in report.results if row.model == "heads")
     assert told == sorted(told)
-    assert told[-1] == (24, 24)
+    assert told[-1] == (28, 28)
     assert models["heads"].training
     assert models["latents"].config._attn_implementation == "sdpa"
     assert not any("expand_kv" in vars(module) for module in models["latents"].modules())
@@ -81,7 +85,7 @@ def test_there_is_a_whole_row_for_every_model_context_and_batch_size(gauge):
 
 
 def test_models_take_turns_and_the_first_block_does_not_count(gauge, monkeypatch):
-    seconds = {"a": iter([99, 1.0, 4.0, 30.0]), "b": iter([99, 2.0, 2.0, 10.0])}
+    seconds = {"a": iter([99, 1.0, 4.0, 30.0]), "b": iter([99, 2.0, 3.0, 10.0])}
     models = {name: make_model("llama") for name in seconds}
     names = {id(model): name for name, model in models.items()}
     order = []
@@ -100,9 +104,10 @@ def test_models_take_turns_and_the_first_block_does_not_count(gauge, monkeypatch
     report = measure_speed(models, contexts=[8], batch_sizes=[2], steps=5, runs=3, prefill_runs=0, gauge=gauge)
     assert "".join(name[0] for name in order) == "abg" + "abg" + "bag" + "abg"
     a, b = report.results
-    assert (a.milliseconds_per_step, b.milliseconds_per_step) == (4000 / 5, 2000 / 5)
-    assert (b.tokens_per_second, b.tokens_per_second_min, b.tokens_per_second_max) == (5, 1, 5)
-    assert b.x_first == 2  # the median of 1/2, 4/2 and 30/10
+    assert (a.milliseconds_per_step, b.milliseconds_per_step) == (4000 / 5, 3000 / 5)
+    speeds = (b.tokens_per_second, b.tokens_per_second_min, b.tokens_per_second_max)
+    assert speeds == pytest.approx((10 / 3, 1, 5))
+    assert b.x_first == pytest.approx(4 / 3)  # the median of 1/2, 4/3 and 30/10 is as much
     assert a.prefill_tokens_per_second is a.largest_batch_size is a.largest_context is None
 
 
@@ -197,6 +202,7 @@ REFUSALS = {
     "no batch": ({"batch_sizes": [1, 0]}, "batch_size 0 leaves"),
     "no batches": ({"batch_sizes": []}, "nothing to time"),
     "no steps": ({"steps": 0}, "steps 0 leaves"),
+    "no model's memory": ({"memory_budget": 16}, "a memory of 16 bytes holds no model; give .* unit, such as 16GiB"),
     "no runs": ({"runs": -1}, "runs -1 leaves"),
     "many steps": ({"steps": 64}, "64 steps leave no context of the 64 tokens that m takes"),
     "graphs": ({"cuda_graphs": True}, "CUDA graphs need a CUDA device"),
@@ -209,14 +215,67 @@ def test_refusals(options, message, llama):
         measure_speed({"m": llama}, **options)
 
 
-def test_models_that_do_not_compare(llama, monkeypatch):
+def test_models_that_do_not_compare(llama, save, monkeypatch):
     with pytest.raises(UserError, match="one dtype only \\(a float32 on cpu, b float64 on cpu\\); give --dtype"):
         measure_speed({"a": llama, "b": make_model("llama").double()})
     with pytest.raises(UserError, match="x is given twice"):
         speed(["x", "y", "x"])
+    folder = save(llama, tokenizer=False)
+    with pytest.raises(UserError, match=f"{folder} and {folder}/ are one model; give every model once"):
+        speed([folder, "y", f"{folder}/"])
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="2 processes would slow each other down"):
         measure_speed({"a": llama})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"context": [CONTEXT]}, "context 64 and 8 steps are more than the context 64"),
+        ({"steps": CONTEXT}, "64 steps leave no context"),
+        ({"runs": 0}, "runs 0 leaves"),
+        ({"memory": 2**20 - 1}, "a memory of 1,048,575 bytes holds no model"),
+    ],
+)
+def test_a_config_is_enough_to_refuse(options, message, llama, tmp_path, monkeypatch):
+    llama.config.save_pretrained(tmp_path)
+    monkeypatch.setattr("kvfold.eval.speed.measure.load_model", lambda *_, **__: pytest.fail("weights are read"))
+    with pytest.raises(UserError, match=message):
+        speed([tmp_path], **options)
+
+
+def test_a_revision_is_the_first_models(llama, save, monkeypatch):
+    heads, others = save(llama, tokenizer=False), save(make_model("gpt2"), "other", tokenizer=False)
+    asked = []
+
+    def local(model, revision=None, **_):
+        asked.append((str(model), revision))
+        return load_model(heads if str(model) == "org/model" else others)
+
+    monkeypatch.setattr("kvfold.eval.speed.measure.read_any_config", lambda *given: local(*given).config)
+    monkeypatch.setattr("kvfold.eval.speed.measure.load_model", local)
+    speed(["org/model", others], revision="v1", context=[8], steps=1, runs=1)
+    assert asked == [("org/model", "v1"), (others, None)] * 2
+    assert "of the first MODEL" in CliRunner().invoke(command, ["--help"]).stdout
+
+
+def test_a_window_of_one_token_keeps_nothing(gauge, monkeypatch):
+    model = make_model("mistral", sliding_window=1)
+    (row,) = measure_speed(
+        {"m": model}, contexts=[8], steps=2, runs=1, memory_budget=2**20, gauge=gauge, prefill_runs=0
+    ).results
+    assert (row.read_cache_bytes, row.largest_batch_size, row.largest_context) == (0, None, CONTEXT)
+    footprint = measure_footprint(model, name="m")
+    less = footprint.weight_bytes - 1
+    assert (footprint.largest_batch_size(8, less), footprint.largest_context(1, less)) == (0, 0)
+    monkeypatch.setattr("kvfold.eval.speed.footprint.context_length", lambda config: None)
+    assert footprint.largest_context(1, 2**20) is None
+
+
+def test_rows_tell_decoding_before_prompts():
+    names = [field.name for field in fields(SpeedRow)]
+    assert names[:5] == ["model", "decoding", "context", "batch_size", "tokens_per_second"]
+    assert [name for name in names if name.startswith(("prefill", "largest"))] == names[-5:]
 
 
 def test_default_contexts_are_what_every_model_takes(llama, gauge):
@@ -236,7 +295,7 @@ def test_checkpoints_of_every_form(llama, save, tmp_path):
         convert_mla(src, tmp_path / form, form=form, **sizes)
     models = [src, *(str(tmp_path / name) for name in ("gqa", "plain", "deepseek_v3"))]
     options = {"context": [16], "steps": 2, "runs": 1}
-    report = speed(models, **options, memory=10**6)
+    report = speed(models, **options, memory=2**20)
     assert [row.model for row in report.results] == models
     assert [row.decoding for row in report.results] == [HEADS, HEADS, ABSORBED, ABSORBED]
     assert [row.read_cache_bytes for row in report.results] == [16 * 2 * 4 * n for n in (32, 16, 14, 14)]
@@ -244,10 +303,11 @@ def test_checkpoints_of_every_form(llama, save, tmp_path):
     report = speed(models[2:], **options, absorb=False)
     assert [row.decoding for row in report.results] == [EXPANDED, EXPANDED]
 
-    flags = [*models[:2], "--context", "16", "--steps", "2", "--runs", "1", "--memory", "1MB"]
+    flags = [*models[:2], "--context", "16", "--steps", "2", "--runs", "1", "--memory", "1MiB"]
     said = CliRunner().invoke(command, [*flags, "--json"], catch_exceptions=False)
     rows = json.loads(said.stdout)["results"]
     assert [(row["model"], row["largest_context"]) for row in rows] == [(model, CONTEXT) for model in models[:2]]
     said = CliRunner().invoke(command, flags, catch_exceptions=False).stdout
     assert "copy_bytes_per_second" in said
-    assert all(title in said for title in ("decode tok/s", "largest batch", "arithmetic floor ms", *models[:2]))
+    titles = ("decode tok/s", "largest batch", "largest context, the model's at most", "arithmetic floor ms")
+    assert all(title in said for title in (*titles, *models[:2]))
