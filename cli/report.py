@@ -35,8 +35,8 @@ _COLUMNS = {
 @options.batch_size
 @click.option("--max-ratio", type=float, default=1.1, show_default=True, help="Times SRC's perplexity that will do.")
 @click.option("--no-speed", "speed", flag_value=False, default=True, help="Do not measure decode speed.")
-@click.option("--context", "contexts", type=options.count, multiple=True, help="Tokens cached when speed is measured.")
-@click.option("--run", "runs", multiple=True, metavar="DIR", help="Folder of an uptraining that is not at OUT.run.")
+@click.option("--context", type=options.count, multiple=True, help="Tokens cached when speed is measured.")
+@click.option("--run", multiple=True, metavar="DIR", help="Folder of an uptraining that is not at OUT.run.")
 @click.option("--title", help="Of the page.  [the name of SRC]")
 @options.run_dtype(auto="float32 on a CPU and SRC's own elsewhere")
 @options.device
@@ -51,6 +51,7 @@ def report(src: str, outs: tuple[str, ...], folder: Path, as_json: bool, **knobs
     """
     from ..common.progress import show_progress
     from ..eval.report.measure import report as make
+    from ..eval.report.plain import plain
 
     made = make(src, outs, out=folder, progress=show_progress, **knobs)
     if not is_main_process():
@@ -64,4 +65,4 @@ def report(src: str, outs: tuple[str, ...], folder: Path, as_json: bool, **knobs
     print(f"\n{made.verdict.text}\n{made.verdict.next}")
     if made.verdict.command:
         print(f"  {made.verdict.command}")
-    print(f"The report is in {folder / 'index.html'}")
+    print(f"The report is in {plain(str(folder / 'index.html'))}")

@@ -33,8 +33,15 @@ def workplace(tmp_path):
 
 
 def environment():
-    """The reader's shell after `. .venv/bin/activate`: this interpreter's commands come first."""
-    return {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    """The reader's shell after `. .venv/bin/activate`: this interpreter's commands come first.
+
+    One thread, as other tests run beside, and two that share a core wait for each other.
+    """
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }
 
 
 def run(command, folder):

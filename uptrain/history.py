@@ -13,6 +13,11 @@ from typing import Any
 
 NAME = "metrics.jsonl"
 PICTURE = "loss.png"
+_LOOKS = {"held_out", "reference"}  # losses by texts
+_NUMBERS = {"loss", "cross_entropy", "seconds", "learning_rate"}
+_DRAWN = {"held_out", "cross_entropy"}
+_MOST = 2**53  # tokens: more than there are, and exact as a float
+_FAR = 1e200  # nats: beyond any loss, and thousands of them can be added
 
 
 class History:
@@ -39,7 +44,11 @@ class History:
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics, up to one that was cut short by whoever killed the run, or written by another."""
+    """The lines of a run's metrics, up to one that was cut short by whoever killed the run, or written by another.
+
+    Whatever is read of a line holds: `step`, and `tokens` where there is one, are counts; losses are finite numbers,
+    those of a look by their texts; and a line with a loss that is drawn says after how many tokens.
+    """
     try:
         lines = (folder / NAME).read_text(errors="replace").splitlines()
     except FileNotFoundError:
@@ -48,14 +57,32 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             figures = json.loads(line)
-            looks = [figures[name] for name in ("held_out", "reference") if name in figures]
-            whole = isinstance(figures["step"], int) and all(isinstance(look, dict) for look in looks)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, RecursionError):
             break
-        if not whole:
+        if not _is_ours(figures):
             break
         read.append(figures)
     return read
+
+
+def _is_ours(line: Any) -> bool:
+    """Whether a line is one that `History` writes."""
+    if not isinstance(line, dict) or not _is_count(line.get("step")):
+        return False
+    if not _is_count(line.get("tokens", None if _DRAWN & line.keys() else 0)):
+        return False
+    if not all(_is_number(line[name]) for name in _NUMBERS & line.keys()):
+        return False
+    looks = [line[name] for name in _LOOKS & line.keys()]
+    return all(isinstance(look, dict) and all(map(_is_number, look.values())) for look in looks)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MOST
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and -_FAR <= value <= _FAR  # false of nan
 
 
 def draw(lines: list[dict[str, Any]], title: str, path: Path) -> str:

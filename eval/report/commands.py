@@ -18,14 +18,19 @@ _USUAL = {
     "speed": True,
     "title": None,
 }
-_WORDS = {"contexts": "--context", "runs": "--run"}
 _SCORING = ("text", "window", "max_windows", "batch_size", "dtype", "device", "revision")
-_RUNNING = ("dtype", "device")
-_REPORTING = (*_SCORING, "max_ratio", "speed", "contexts", "runs", "title")
+_SIZING = ("context", "device", "revision")
+_TIMING = ("context", "steps", "dtype", "device", "revision")
+_REPORTING = (*_SCORING, "max_ratio", "speed", "context", "run", "title")
 
 
 def command_lines(
-    models: Sequence[str], out: str, settings: Mapping[str, Any], *, cached: int, timed: Sequence[int], steps: int
+    models: Sequence[str],
+    out: str,
+    settings: Mapping[str, Any],
+    *,
+    cached: int,
+    timed: Mapping[str, Any] | None,
 ) -> list[str]:
     """The command of a report, and those of its parts.
 
@@ -33,34 +38,40 @@ def command_lines(
         models: the source first.
         settings: what `measure.report` was given.
         cached: tokens that caches were sized at.
-        timed: tokens cached where speed was measured, if it was.
-        steps: of a block that was timed.
+        timed: `context`, `steps` and `dtype` of the timing, if there was one.
     """
+    # The folder exists once this is read.
     lines = [
-        ["kvfold", "report", *models, "-o", out, *_flags(settings, _REPORTING)],
-        ["kvfold", "eval", "compare", *models, *_flags(settings, _SCORING)],
+        command_line(["report"], models, ["-o", out, *_flags(settings, _REPORTING), "--overwrite"]),
+        command_line(["eval", "compare"], models, scoring_flags(settings)),
     ]
     for number, model in enumerate(models):
-        where = _flags(settings, ("device",) if number else ("device", "revision"))
-        lines.append(["kvfold", "eval", "cache", model, "--context", str(cached), *where])
+        sizing = {**settings, "context": [cached]} | ({"revision": None} if number else {})
+        lines.append(command_line(["eval", "cache"], [model], _flags(sizing, _SIZING)))
     if timed:
-        contexts = _several("--context", timed)
-        lines.append(
-            ["kvfold", "eval", "speed", *models, *contexts, "--steps", str(steps), *_flags(settings, _RUNNING)]
-        )
-    return [shlex.join(line) for line in lines]
+        lines.append(command_line(["eval", "speed"], models, _flags({**settings, **timed}, _TIMING)))
+    return lines
+
+
+def command_line(words: Sequence[str], models: Sequence[str], flags: Sequence[str]) -> str:
+    """A line for a shell; models whose names look like options stand where they cannot be."""
+    if any(model.startswith("-") for model in models):
+        return shlex.join(["kvfold", *words, *flags, "--", *models])
+    return shlex.join(["kvfold", *words, *models, *flags])
+
+
+def scoring_flags(settings: Mapping[str, Any]) -> list[str]:
+    """What a command needs to score the same text in the same way."""
+    return _flags(settings, _SCORING)
 
 
 def _flags(settings: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     flags: list[str] = []
     for name in names:
-        value, word = settings[name], _WORDS.get(name, f"--{name.replace('_', '-')}")
+        value, word = settings[name], f"--{name.replace('_', '-')}"
         if value is False:
             flags.append(f"--no-{name}")
         elif name not in _USUAL or value != _USUAL[name]:
-            flags += _several(word, value if isinstance(value, list | tuple) else [value])
+            values = value if isinstance(value, list | tuple) else [value]
+            flags += [part for value in values for part in (word, str(value))]
     return flags
-
-
-def _several(word: str, values: Iterable[Any]) -> list[str]:
-    return [part for value in values for part in (word, str(value))]

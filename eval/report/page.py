@@ -11,6 +11,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from .charts.draw import Chart
+from .headings import heading, meaning
 from .palette import DARK, LIGHT, properties
 from .record import Report, leaves, to_json
 from .say import say
@@ -20,14 +21,6 @@ from .verdict import ALL
 _FIRST = ("name", "attention_kind", "kv_bytes_per_token", "kv_ratio", "perplexity", "perplexity_ratio")
 _FIRST += ("kl", "top1_agreement", "verdict")
 _LISTS = ("layer_errors", "made_by")
-
-_WORDS = {
-    "kv": "KV",
-    "kl": "KL",
-    "qk": "QK",
-    "top1": "top-1",
-    "lora": "LoRA",
-}
 
 
 class Figures:
@@ -55,12 +48,6 @@ def full(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def heading(name: str) -> str:
-    """A key of the JSON as the head of a column."""
-    words = [_WORDS.get(word, word) for word in name.rpartition(".")[2].split("_")]
-    return " ".join([words[0][:1].upper() + words[0][1:], *words[1:]])
-
-
 def render(report: Report, charts: Sequence[Chart]) -> str:
     """The page's HTML."""
     folder = files(__package__)
@@ -76,6 +63,7 @@ def render(report: Report, charts: Sequence[Chart]) -> str:
         report=report,
         figure=figures,
         heading=heading,
+        meaning=meaning,
         charts={chart.key: chart for chart in charts},
         css=Markup(css.replace("/*LIGHT*/", properties(LIGHT)).replace("/*DARK*/", properties(DARK))),
         svg=Markup,

@@ -22,7 +22,7 @@ class Verdict:
     """What to make of it all.
 
     Attributes:
-        text: one sentence.
+        text: a sentence, with others where there is reason to doubt it.
         best: name of the result with the smallest cache among those within `max_ratio`; without one, of that with the
             lowest perplexity; None where no result has a perplexity.
         within: whether `best` is within `max_ratio`.
@@ -51,14 +51,15 @@ class Result:
         parameters: of the whole model.
         kv_elements_per_token_per_layer: by the config.
         kv_bytes_per_token: by the config, over all layers, in `kv_dtype`.
-        kv_ratio: elements a token and layer, over the source's.
+        kv_ratio: `kv_bytes_per_token` over the source's; stored in the source's dtype, it would be `kv_elements_ratio`.
+        kv_elements_ratio: elements a token and layer, over the source's: what `--kv-ratio` of a conversion asks for.
         kv_dtype: of the checkpoint, hence of its cache.
         kv_bytes: of one sequence of `Report.cache_context` tokens, by the config; `measured_kv_bytes` were found in its
             cache.
         perplexity, loss, kl, top1_agreement, layer_errors, first_bad_layer: see `convert.verify`; those that compare
             with the source are None for the source.
         perplexity_ratio: over the source's.
-        passed: whether it predicts better than guessing would; `reason` says why not.
+        passed: whether it predicts better than guessing would, the source as well; `reason` says why not.
         verdict: see `verdict.LEVELS`.
         pareto: whether no other model has both a lower perplexity and a smaller cache, or one of them and as good the
             other.
@@ -75,6 +76,7 @@ class Result:
     kv_elements_per_token_per_layer: int
     kv_bytes_per_token: int
     kv_ratio: float
+    kv_elements_ratio: float
     kv_dtype: str
     kv_bytes: int
     measured_kv_bytes: int
@@ -127,7 +129,7 @@ class Uptraining:
         model: name of the result.
         run: the folder that the figures were found in.
         tokens: read when each training loss was taken.
-        training_loss: nats a token, each a mean over `steps_averaged` steps.
+        training_loss: cross entropy of training text in nats a token, each a mean over `steps_averaged` steps.
         held_out: one for each held-out text.
     """
 
@@ -179,6 +181,11 @@ class Report:
     @property
     def best(self) -> Result | None:
         return next((row for row in self.results if row.name == self.verdict.best), None)
+
+
+def chart_keys(uptrainings: int) -> list[str]:
+    """The charts that a report of so many uptrainings may have, by the names of their files."""
+    return ["trade-off", "cache", "layers", "speed", *(f"uptraining-{number}" for number in range(uptrainings))]
 
 
 def to_json(report: Report) -> dict[str, Any]:

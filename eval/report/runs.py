@@ -13,6 +13,8 @@ from ...convert.directory import RECORD
 from ...uptrain.history import NAME, read_history
 from .record import HeldOut, Uptraining
 
+_LONGEST = 80  # letters of a setting that are said
+
 POINTS = 120  # of a training curve at most; neighbouring steps are averaged
 _UPTRAIN = "uptrain"
 _UNSAID = {"command", "seed"}
@@ -40,11 +42,11 @@ def recipes(model: str) -> list[dict[str, Any]]:
 
 def describe(recipe: Mapping[str, Any]) -> str:
     """A recipe in one line: `convert gqa: kv_heads 2, method svd, refine windows 32`."""
-    command = str(recipe.get("command", "made"))
+    command = str(recipe.get("command", "made"))[:_LONGEST]
     settings = _flat(recipe)
     names = _SAID.get(command, {name for name, _ in settings} - _UNSAID)
     said = [
-        f"{name} {value}"
+        f"{name} {str(value)[:_LONGEST]}"
         for name, value in settings
         if name in names and isinstance(value, str | int | float) and not isinstance(value, bool) and value
     ]
@@ -97,7 +99,12 @@ def uptraining(
 
 
 def _history(run: Path, *, asked: bool) -> list[dict[str, Any]]:
-    lines = read_history(run)
+    try:
+        lines = read_history(run) if (run / NAME).is_file() else []  # a pipe would never be read to its end
+    except OSError as error:
+        if asked:
+            raise UserError(f"cannot read {run / NAME} ({error.strerror}); give the folder of a run") from None
+        return []
     if asked and not lines:
         raise UserError(f"{run} holds no {NAME} of an uptraining; give the folder of a run")
     return lines

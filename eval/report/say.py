@@ -60,6 +60,7 @@ _HOW: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("perplexity_ratio", say_ratio),
     ("max_ratio", say_ratio),
     ("kv_ratio", say_share),
+    ("kv_elements_ratio", say_share),
     ("top1_agreement", say_share),
     ("bytes", say_bytes),
     ("bytes_per_token", say_bytes),

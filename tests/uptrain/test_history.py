@@ -57,14 +57,40 @@ def test_a_last_line_of_zeros(tmp_path):
 
 
 def test_figures_that_are_no_number_are_left_out(tmp_path):
-    History(tmp_path, 0).add(step=1, loss=math.nan, grad_norm=math.inf, cross_entropy=2.0, reference=None)
-    assert read_history(tmp_path) == [{"step": 1, "cross_entropy": 2.0}]
+    History(tmp_path, 0).add(step=1, tokens=8, loss=math.nan, grad_norm=math.inf, cross_entropy=2.0, reference=None)
+    assert read_history(tmp_path) == [{"step": 1, "tokens": 8, "cross_entropy": 2.0}]
 
 
 def test_a_held_out_loss_that_is_no_number(tmp_path):
     """A model that is broken before the first step is judged, and said to be."""
-    History(tmp_path, 0).add(step=0, held_out={"a": math.nan, "b": 1.0}, reference={})
-    assert read_history(tmp_path) == [{"step": 0, "held_out": {"b": 1.0}, "reference": {}}]
+    History(tmp_path, 0).add(step=0, tokens=0, held_out={"a": math.nan, "b": 1.0}, reference={})
+    assert read_history(tmp_path) == [{"step": 0, "tokens": 0, "held_out": {"b": 1.0}, "reference": {}}]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        "[" * 100_000,
+        '{"step": true}',
+        '{"step": -1}',
+        '{"step": 3.0}',
+        '{"step": 3, "cross_entropy": 2.0}',
+        '{"step": 3, "tokens": "8", "cross_entropy": 2.0}',
+        '{"step": 3, "tokens": 8, "cross_entropy": NaN}',
+        '{"step": 3, "tokens": 8, "cross_entropy": "2.0"}',
+        f'{{"step": 3, "tokens": 8, "cross_entropy": 1{"0" * 400}}}',
+        '{"step": 3, "tokens": 8, "held_out": [2.0]}',
+        '{"step": 3, "tokens": 8, "held_out": {"a": null}}',
+        '{"step": 3, "tokens": 8, "held_out": {"a": 2.0}, "reference": {"a": Infinity}}',
+        '{"step": 3, "held_out": {"a": 2.0}}',
+    ],
+)
+def test_a_line_that_another_wrote_ends_what_is_read(tmp_path, line):
+    write(tmp_path, [1, 2])
+    with (tmp_path / NAME).open("a") as file:
+        file.write(line + '\n{"step": 4}\n')
+    assert [line["step"] for line in read_history(tmp_path)] == [1, 2]
 
 
 LINES = [

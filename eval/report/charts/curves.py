@@ -17,13 +17,18 @@ _DASHES = ("solid", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)))
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of one model, and what is said at its end; a y of None leaves a gap."""
+    """A line of one model, and what is said at its end; a y of None leaves a gap.
+
+    Attributes:
+        spans: from where to where each y was found, if that is to be shown.
+    """
 
     number: int
     row: Result
     x: Sequence[float]
     y: Sequence[float | None]
     end: str = ""
+    spans: Sequence[tuple[float, float]] = ()
 
 
 def draw_curves(canvas: Canvas, axes: Any, report: Report, curves: Sequence[Curve], *, markers: bool = False) -> None:
@@ -53,6 +58,12 @@ def draw_curves(canvas: Canvas, axes: Any, report: Report, curves: Sequence[Curv
         )
         line.set_gid(f"curve-{lead.number}")
         canvas.hints[f"curve-{lead.number}"] = "; ".join(label(one.number, one.row) for one in same)
+        if lead.spans:
+            lows, highs = zip(*lead.spans, strict=True)
+            style = {"color": LIGHT[colour], "linewidth": 1.4, "alpha": 1 if strong else 0.45, "zorder": 3}
+            axes.vlines(lead.x, lows, highs, **style).set_gid(f"span-{lead.number}")
+            for ends_at in (lows, highs):
+                axes.plot(lead.x, ends_at, linestyle="none", marker="_", markersize=7, **style)
         last = next((place for place in reversed(range(len(y))) if lead.y[place] is not None), None)
         if last is not None:
             ends.append((same, lead, strong, lead.x[last], y[last]))

@@ -64,7 +64,10 @@ def draw_charts(report: Report) -> list[Chart]:
         if report.speed:
             charts.append(_draw(report, "speed", "Decode speed", speed_words(report), draw_speed))
         for number, run in enumerate(report.uptraining):
-            words = f"Training and held-out loss of {run.model} against the tokens read, in nats a token."
+            words = (
+                f"Cross entropy of training text and held-out loss of {run.model} against the tokens read, "
+                "in nats a token."
+            )
             title = f"Uptraining of {short(run.model, 26)}"
 
             def draw(canvas: Canvas, report: Report, run: Uptraining = run) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from ...speed.record import SpeedRow
 from ..record import Report
 from ..say import say_number, say_tick
 from .canvas import Canvas
@@ -24,8 +25,15 @@ def speed_words(report: Report) -> str:
     return f"Tokens decoded a second against tokens cached. At the longest measured: {', '.join(rows.values())}."
 
 
+def _span(row: SpeedRow) -> tuple[float, float]:
+    """The slowest and the fastest block, around the median."""
+    median = row.tokens_per_second
+    return min(row.tokens_per_second_min or median, median), max(row.tokens_per_second_max or median, median)
+
+
 def draw_speed(canvas: Canvas, report: Report) -> None:
-    """Tokens a second against tokens cached, of the smallest batch that was measured."""
+    """Tokens a second against tokens cached, of the smallest batch that was measured: medians, and from the slowest to
+    the fastest block."""
     assert report.speed
     rows = [row for row in report.speed.results if row.tokens_per_second]
     axes = canvas.axes(62, room(canvas))
@@ -36,7 +44,8 @@ def draw_speed(canvas: Canvas, report: Report) -> None:
     rows = [row for row in rows if row.batch_size == batch]
     contexts = sorted({row.context for row in rows})
     scale(axes.xaxis, contexts, say_tokens, base=2, pad=0.02, log=len(contexts) > 1)
-    speeds = [row.tokens_per_second for row in rows if row.tokens_per_second]
+    spans = {(row.model, row.context): _span(row) for row in rows}
+    speeds = [speed for span in spans.values() for speed in span]
     if max(speeds) / min(speeds) > LOG_FROM:
         scale(axes.yaxis, speeds, say_tick, pad=0.06)
     else:
@@ -47,6 +56,7 @@ def draw_speed(canvas: Canvas, report: Report) -> None:
     for number, row in enumerate(report.results):
         found = {one.context: one.tokens_per_second for one in rows if one.model == row.name}
         if found:
-            curves.append(Curve(number, row, list(found), list(found.values())))
+            ends = [spans[row.name, context] for context in found]
+            curves.append(Curve(number, row, list(found), list(found.values()), spans=ends))
     draw_curves(canvas, axes, report, curves, markers=True)
     canvas.name_axes(axes, "tokens cached", f"tokens decoded per second, batch {batch}{log_mark(axes.yaxis)}")

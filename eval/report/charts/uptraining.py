@@ -14,9 +14,11 @@ from .words import say_tokens, short
 
 
 def draw_uptraining(canvas: Canvas, run: Uptraining) -> None:
-    """Training and held-out losses against the tokens read; what they are compared with as a dashed line."""
+    """The cross entropy of training text and held-out losses against the tokens read; what they are compared with as a
+    dashed line."""
     axes = canvas.axes(58, 24, top=56)
-    axes.plot(run.tokens, run.training_loss, color=LIGHT["faint"], linewidth=1.2, label="training")
+    trained = "training text" if canvas.size.narrow else "training text, cross entropy"
+    axes.plot(run.tokens, run.training_loss, color=LIGHT["faint"], linewidth=1.2, label=trained)
     colours = cycle(("gqa", "mqa", "mla", "mha"))
     for part, colour in zip(run.held_out, colours, strict=False):
         style = {"color": LIGHT[colour], "linewidth": 2}

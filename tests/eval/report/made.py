@@ -29,6 +29,7 @@ def make_result(name: str, kind: str = "GQA", ratio: float | None = 1.05, **figu
         "kv_elements_per_token_per_layer": elements,
         "kv_bytes_per_token": 8 * elements,
         "kv_ratio": elements / SIZES["MHA"],
+        "kv_elements_ratio": elements / SIZES["MHA"],
         "kv_dtype": "bfloat16",
         "kv_bytes": 512 * 8 * elements,
         "measured_kv_bytes": 512 * 8 * elements,
@@ -52,7 +53,7 @@ def make_source(**figures: Any) -> Result:
 def make_report(*outs: Result, speed: bool = True, healed: bool = True, source: Result | None = None) -> Report:
     """A report of `outs`, three by default."""
     outs = outs or (make_result("heads"), make_result("one", "MQA", 7.5), make_result("latent", "MLA", 1.09))
-    results, verdict = judge([source or make_source(), *outs], 1.1)
+    results, verdict = judge([source or make_source(), *outs], 1.1, tokens=20_440, scoring=["--text", "builtin"])
     said = {field.name: "said" for field in fields(Protocol)}
     return Report(
         title="tiny/model",
@@ -78,11 +79,12 @@ def make_report(*outs: Result, speed: bool = True, healed: bool = True, source: 
 def _speed(results: list[Result]) -> SpeedReport:
     kinds = {"int": 4096, "float": 12.3456789, "str": "heads", "float | None": None, "int | None": None}
     usual = {field.name: kinds[str(field.type)] for field in fields(SpeedRow)}
-    rows = [
-        SpeedRow(**usual | {"model": row.name, "context": context, "tokens_per_second": 1e6 / context / number})
-        for context in (256, 512)
-        for number, row in enumerate(results, 1)
-    ]
+    rows = []
+    for context in (256, 512):
+        for number, row in enumerate(results, 1):
+            speed = 1e6 / context / number
+            spread = {f"tokens_per_second{end}": part * speed for end, part in (("", 1), ("_min", 0.9), ("_max", 1.2))}
+            rows.append(SpeedRow(**usual | spread | {"model": row.name, "context": context}))
     said = {"int": 5, "str": "cpu", "bool": False}
     return SpeedReport(
         results=rows,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import cache
 
 import matplotlib
 import pytest
@@ -11,7 +12,9 @@ from kvfold.eval.report.charts.canvas import Size, open_canvas
 from kvfold.eval.report.charts.draw import draw_charts
 from kvfold.eval.report.charts.growth import draw_growth
 from kvfold.eval.report.charts.labels import spread
+from kvfold.eval.report.charts.speed import draw_speed
 from kvfold.eval.report.charts.tradeoff import draw_tradeoff
+from kvfold.eval.report.headings import heading, meaning
 from kvfold.eval.report.palette import LIGHT
 from kvfold.eval.report.record import leaves, to_json
 from kvfold.eval.report.say import say
@@ -28,7 +31,8 @@ REPORTS = {
     "one": lambda: make_report(make_result("only"), speed=False, healed=False),
     "no figures": lambda: make_report(make_result("broken", ratio=None, top1_agreement=0.0, **BARE), healed=False),
     "no source": lambda: make_report(
-        make_result("x", ratio=None, **BARE), source=make_source(perplexity=None, perplexity_ratio=None, loss=None)
+        make_result("x", ratio=None, **BARE),
+        source=make_source(perplexity=None, perplexity_ratio=None, loss=None, passed=False, reason="nan"),
     ),
     "far": lambda: make_report(
         *(make_result(f"r{n}", "MLA", 1 + n / 100) for n in range(5)), make_result("z", "MQA", 1e300)
@@ -43,11 +47,16 @@ REPORTS = {
 }
 
 
-@pytest.fixture(scope="module", params=REPORTS)
-def made(request):
+@cache
+def drawn(name):
     """A report and its files."""
-    report = REPORTS[request.param]()
+    report = REPORTS[name]()
     return report, report_files(report)
+
+
+@pytest.fixture(params=REPORTS)
+def made(request):
+    return drawn(request.param)
 
 
 def test_every_figure_is_on_the_page_in_full_and_rounded(made):
@@ -98,15 +107,14 @@ def test_the_pictures_are_pictures(made):
 
 
 def test_untrusted_text_stays_text():
-    html = report_files(REPORTS["nasty"]())[PAGE].decode()
+    html = drawn("nasty")[1][PAGE].decode()
     assert "<script" not in html
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
     assert re.search(r"<text[^>]*>1 \$x_1\$&lt;script", html)  # in a chart; not set as mathematics
 
 
 def test_the_same_report_is_the_same_bytes():
-    first, second = (report_files(make_report(make_result("a"), speed=False)) for _ in range(2))
-    assert first == second
+    assert report_files(REPORTS["one"]()) == drawn("one")[1]
 
 
 def test_what_is_not_there_is_said():
@@ -119,14 +127,46 @@ def test_what_is_not_there_is_said():
 
 def test_results_far_beyond_the_others_do_not_press_them_flat():
     """Four of five marks use most of the height, and the fifth is above them with its figure."""
-    chart = draw_charts(REPORTS["far"]())[0]
+    html = drawn("far")[1][PAGE].decode()
     heights = [
-        float(re.search(rf'id="trade-off-wide-point-{n}">.*?<use [^>]*y="([\d.]+)"', chart.wide, flags=re.DOTALL)[1])
+        float(re.search(rf'id="trade-off-wide-point-{n}">.*?<use [^>]*y="([\d.]+)"', html, flags=re.DOTALL)[1])
         for n in range(1, 7)
     ]
     assert heights == sorted(heights, reverse=True)  # down is larger in SVG
     assert heights[0] - heights[4] > 60
-    assert "beyond the scale" in chart.wide and "e+301" in chart.wide
+    assert "beyond the scale" in html and "e+301" in html
+
+
+def test_speeds_have_whiskers_from_the_slowest_to_the_fastest_block():
+    report = make_report(make_result("a"), healed=False)
+    canvas = open_canvas(Size(500, 350))
+    draw_speed(canvas, report)
+    (axes,) = canvas.figure.axes
+    drawn = [line.tolist() for spans in axes.collections for line in spans.get_segments()]
+    rows = sorted(report.speed.results, key=lambda row: [row.model == "a", row.context])
+    assert drawn == [
+        [[row.context, row.tokens_per_second_min], [row.context, row.tokens_per_second_max]] for row in rows
+    ]
+    assert axes.get_ylim()[1] > max(row.tokens_per_second_max for row in rows)
+
+
+def test_marks_are_filled_where_the_chart_fills_them():
+    report, files = drawn("many")
+    html = files[PAGE].decode()
+    assert {row.pareto for row in report.results[1:]} == {True, False}
+    for number, row in enumerate(report.results[1:], 1):
+        found = re.findall(rf'<span class="no">{number}</span>\s*<span class="([^"]*)" aria-hidden', html)
+        assert len(found) >= 3
+        assert set(found) == {f"dot k-{row.attention_kind.lower()}{'' if row.pareto else ' hollow'}"}
+
+
+def test_no_heading_is_a_bare_field_name(made):
+    report, _ = made
+    data = to_json(report)
+    keys = {*data["results"][0], *data["protocol"], *(data["speed"] or {}).get("results", [{}])[0]}
+    assert not [key for key in keys if "_" in heading(key) or not heading(key).strip()]
+    for key in ("floor_share", "bound", "x_first", "pareto", "kv_ratio"):
+        assert heading(key).lower() != key.replace("_", " ") and meaning(key)
 
 
 @pytest.mark.parametrize("draw", [draw_tradeoff, draw_growth])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -73,6 +74,17 @@ def test_a_run_that_ended_otherwise_is_not_its_run(healed, tmp_path):
     assert not found and len(warnings) == 1
     with pytest.raises(UserError, match="made none of the results"):
         curves(healed, [healed.with_name("healed.run")])
+
+
+def test_a_run_that_another_wrote_gives_a_warning(healed):
+    run = write_run(healed.with_name("healed.run"))
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"cross_entropy": 5.0', '"cross_entropy": "5"'))
+    found, warnings = curves(healed)
+    assert not found and len(warnings) == 1
+    metrics.unlink()
+    os.mkfifo(metrics)  # which nobody writes to
+    assert curves(healed) == (found, warnings)
 
 
 def test_a_folder_without_a_run(healed, tmp_path):

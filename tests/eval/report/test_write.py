@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -80,3 +82,29 @@ def test_a_failure_leaves_the_earlier_report(out, monkeypatch):
     with pytest.raises(FileNotFoundError):
         write_report(OTHER, out.with_name("new"))
     assert [path.name for path in out.parent.iterdir()] == ["r"]
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("charts/mine.png", lambda path: path.write_bytes(b"")),
+        ("charts/uptraining-0.png", lambda path: path.write_bytes(b"")),  # this report had none
+        ("link", lambda path: path.symlink_to("nowhere")),
+        ("charts/speed.png", lambda path: path.symlink_to("nowhere")),
+        ("pipe", os.mkfifo),
+        ("charts/empty", Path.mkdir),
+        ("empty", Path.mkdir),
+    ],
+)
+def test_whatever_is_not_the_reports_blocks(out, name, make):
+    make(out / name)
+    with pytest.raises(UserError, match=rf"{name} is not part of the report"):
+        check_report(out, overwrite=True)
+    assert os.path.lexists(out / name)
+
+
+def test_figures_that_would_never_end_are_not_read(tmp_path):
+    (tmp_path / "r").mkdir()
+    os.mkfifo(tmp_path / "r" / "report.json")
+    with pytest.raises(UserError, match="not a report of kvfold"):
+        check_report(tmp_path / "r", overwrite=True)
