@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ... import __version__
-from ...common.errors import KvfoldError, UserError, did_you_mean
+from ...common.errors import EnvironmentFailure, KvfoldError, UserError, did_you_mean
 from ...common.kvcache import (
     ELEMENT_BYTES,
     attention_kind,
@@ -36,6 +36,7 @@ from .runs import describe, recipes, uptraining
 from .verdict import FEW_TOKENS, judge
 from .write import check_report, write_report
 
+_MEMORY = Path("/proc/meminfo")
 DEFAULT_RATIO = 1.1
 SHORTEST = 256  # tokens at which the growth of caches begins
 UNBOUNDED = 32768  # tokens at which it ends where a model sets no bound
@@ -120,6 +121,8 @@ def report(
     timed = None
     if speed:
         try:
+            if resolve_device(device) == "cpu":
+                _check_memory(sized, {"auto": "float32", "checkpoint": sized[0].cache.dtype}.get(dtype, dtype))
             with progress("timing") as advance:
                 timed = _time(models, names, context, dtype=dtype, device=device, revision=revision, progress=advance)
         except Exception as error:  # whatever it is, all that was measured until now is of use without it
@@ -189,6 +192,22 @@ def _names(models: Sequence[str]) -> list[str]:
 def _identity(model: str) -> str:
     """What a name leads to; names that lead nowhere here are the Hub's."""
     return os.path.realpath(model) if Path(model).exists() else str(PurePath(model))
+
+
+def _check_memory(sized: Sequence[_Size], dtype: str) -> None:
+    """Refuse models that do not fit into memory together: the system would end the process, and what it has measured.
+
+    Raises:
+        EnvironmentFailure: they do not, where the system says what is free.
+    """
+    if not _MEMORY.exists():
+        return
+    (free,) = (int(line.split()[1]) << 10 for line in _MEMORY.read_text().splitlines() if "MemAvailable" in line)
+    if (needed := sum(size.parameters for size in sized) * ELEMENT_BYTES[dtype]) > free:
+        raise EnvironmentFailure(
+            f"{len(sized)} models take {needed:,} bytes of memory together and {free:,} are free; time fewer of them "
+            "with kvfold eval speed"
+        )
 
 
 def _in_a_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvfold.cli.report import report as command
-from kvfold.common.errors import UserError
+from kvfold.common.errors import EnvironmentFailure, UserError
 from kvfold.common.status import Stopped
 from kvfold.convert.gqa import convert_gqa
 from kvfold.convert.verify import verify
@@ -174,3 +174,14 @@ def test_what_cannot_be_is_refused_before_any_work(outs, knobs, message, tmp_pat
     with pytest.raises(UserError, match=message):
         report(SOURCE, outs, **{"out": tmp_path / "r"} | knobs)
     assert not list(tmp_path.iterdir())
+
+
+def test_models_that_do_not_fit_together_are_not_timed(tmp_path, monkeypatch):
+    """Or the system would end the process, and the comparison with it."""
+    free = tmp_path / "meminfo"
+    free.write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    monkeypatch.setattr(measure, "_MEMORY", free)
+    sizes = [measure._Size(None, 2**20, None)] * 2  # of a million parameters each
+    measure._check_memory(sizes, "bfloat16")
+    with pytest.raises(EnvironmentFailure, match=r"4 models take 16,777,216 bytes .* 8,192,000 are free"):
+        measure._check_memory([*sizes, *sizes], "float32")
