@@ -43,6 +43,7 @@ def test_wheel_holds_every_module(wheel):
 def test_wheel_holds_model_and_marker_but_no_tests(wheel):
     assert {"kvfold/py.typed", "kvfold/recipes/tiny/model/config.json"} <= wheel
     assert "kvfold/recipes/tiny/model/model.safetensors" in wheel
+    assert {"kvfold/eval/report/page.css", "kvfold/eval/report/page.html.j2"} <= wheel
     assert not [name for name in wheel if "tests" in name or name.endswith("setup.py")]
 
 
