@@ -1,1 +1,1 @@
-"""Judge a model: perplexity and cache size, each with the protocol that makes the figure comparable."""
+"""Judge a model: quality, cache and speed, each with the protocol that makes the figure comparable."""
