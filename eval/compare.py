@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..common.errors import UserError
@@ -109,19 +109,7 @@ def compare(
         tokens=first.tokens,
         windows=first.windows,
         results=[
-            Compared(
-                model=report.model,
-                perplexity=report.perplexity,
-                perplexity_ratio=report.perplexity_ratio,
-                loss=report.loss,
-                kl=report.kl,
-                top1_agreement=report.top1_agreement,
-                layer_errors=report.layer_errors,
-                first_bad_layer=report.first_bad_layer,
-                passed=report.passed,
-                reason=report.reason,
-            )
-            for report in reports
+            Compared(**{field.name: getattr(report, field.name) for field in fields(Compared)}) for report in reports
         ],
         protocol=first.protocol,
     )

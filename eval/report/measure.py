@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,7 +129,7 @@ def report(
 
     rows = [
         _result(name, size, sized[0], figures, [describe(recipe) for recipe in made[name]])
-        for name, size, figures in zip(names, sized, _figures(compared, sized[0]), strict=True)
+        for name, size, figures in zip(names, sized, _figures(compared), strict=True)
     ]
     results, verdict = judge(rows, max_ratio, tokens=compared.tokens, scoring=scoring_flags(scoring))
     if compared.tokens < FEW_TOKENS:
@@ -286,10 +285,10 @@ def _shortest(configs: Sequence[Any]) -> int:
     return min(context_length(config) or UNBOUNDED for config in configs)
 
 
-def _figures(compared: CompareReport, source: _Size) -> list[dict[str, Any]]:
+def _figures(compared: CompareReport) -> list[dict[str, Any]]:
     """What comparison says of each model, the source first, which is held to guessing as its results are."""
     loss, perplexity = compared.source_loss, compared.source_perplexity
-    reason = _why_worse(loss, math.log(source.config.get_text_config(decoder=True).vocab_size))
+    reason = _why_worse(loss, compared.max_loss)
     figures = {
         "perplexity": perplexity,
         "perplexity_ratio": None if loss is None else 1.0,
