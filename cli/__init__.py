@@ -12,6 +12,7 @@ from typing import NoReturn
 import click
 
 from .. import __version__
+from ..common.launcher import end_with_launcher
 from ..common.status import fail, leave, prepare_process, status_of
 from .calibrate import calibrate
 from .check import check
@@ -37,6 +38,7 @@ for command in (inspect, calibrate, convert, check, uptrain, verify, evaluate, r
 def main() -> NoReturn:
     """Run `kvfold` and exit, with a status of `common.status`."""
     prepare_process()
+    end_with_launcher()
     leave(status_of(_run))
 
 

@@ -39,14 +39,14 @@ def uptrain(
     if keys:
         _print_keys(as_json)
         return
-    from ..uptrain.launch import launch, launch_command
+    from ..uptrain.launch import launch_command, launch_run
 
     config, overrides = _split(words)
     overrides += ["overwrite=true"] * overwrite
     command = launch_command(
         config, overrides, accelerate=accelerate, num_processes=num_processes, dry_run=dry_run, as_json=as_json
     )
-    context.exit(launch(command))
+    context.exit(launch_run(command))
 
 
 def _print_keys(as_json: bool) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from ..common.launcher import end_with_launcher
 from ..common.output import print_report
 from ..common.progress import show_progress
 from ..common.status import leave, prepare_process, status_of
-from .processes import end_with_launcher
 from .recipe import read_recipe
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from .processes import LAUNCHER, end_with_launcher
+from ..common.launcher import LAUNCHER, end_with_launcher
 
 STOPPED = 128  # and the number of the signal, as a shell says it
 

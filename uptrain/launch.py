@@ -8,17 +8,17 @@ processes it must find itself in.
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..common.errors import EnvironmentFailure, UserError, did_you_mean
+from ..common.errors import UserError, did_you_mean
+from ..common.launcher import Command, launch
 from ..common.sources import source_kind
-from .processes import LAUNCHER, is_on
-from .recipe import Recipe, load_yaml, read_recipe
+from ..common.typed import load_yaml
+from .processes import is_on
+from .recipe import Recipe, read_recipe
 
 CONFIGS = Path(__file__).parent.parent / "recipes" / "accelerate"
 MODULE = "kvfold.uptrain"
@@ -27,20 +27,7 @@ _ALONE = ("NO", "MULTI_CPU")  # accelerate's kinds of training for which it star
 # Seconds that torchrun lets the processes save after a signal before it kills them; 30 by itself.
 # And with a store of its own, processes that it starts again find each other.
 _TORCHRUN = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "120", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-# What is handed on of what asks us to stop. Nobody sends SIGHUP to those who are not on the terminal that closed.
-_HANDED_ON = {
-    signal.SIGINT: signal.SIGINT,
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGHUP: signal.SIGTERM,
-}
-
-
-@dataclass(frozen=True)
-class Command:
-    """A program to run, and all of its environment."""
-
-    argv: tuple[str, ...]
-    env: dict[str, str]
+_SHORT_OF_MEMORY = "lower micro_batch_size, or set gradient_checkpointing"
 
 
 @dataclass(frozen=True)
@@ -102,8 +89,9 @@ def launch_command(
     Args:
         config: the recipe's file; None if the overrides say everything.
         overrides: ``key=value`` pairs, see `recipe.read_recipe`.
-        accelerate: an accelerate config: the name of one that comes with kvfold, or a file. None for one process
-            on a CPU, and all GPUs, with the whole model on each, where there are some.
+        accelerate: an accelerate config: the name of one that comes with kvfold, or a file. None for the recipe's; if
+            that names none either, one process on a CPU, and all GPUs, with the whole model on each, where there are
+            some.
         num_processes: over all machines; None for as many as the recipe asks for, else the accelerate config.
         dry_run, as_json: handed on.
 
@@ -114,6 +102,7 @@ def launch_command(
     for source, revision in ((recipe.model, recipe.revision), (recipe.teacher, recipe.teacher_revision)):
         if source:
             source_kind(source, revision)
+    accelerate = accelerate or recipe.accelerate
     settings = None if accelerate is None else read_settings(accelerate)
     asked = _asked(recipe, num_processes)
     gpus = 0 if _wants_cpu(recipe, settings) else _count_gpus()
@@ -134,47 +123,9 @@ def launch_command(
     return Command((sys.executable, "-m", *_starter(settings, processes, bool(gpus)), *run), env)
 
 
-def launch(command: Command) -> int:
-    """Run a command until it ends, and hand on the first signal that asks to stop, so that it can save.
-
-    Once only: torchrun kills everything at a second one. For the same reason the command gets a session of its own,
-    or a terminal's Ctrl-C would reach it twice. It stops, as at a signal, if this process is killed.
-
-    Returns:
-        Its exit status; 128 + the signal's number if one was handed on and it did not end well.
-
-    Raises:
-        EnvironmentFailure: the system killed it.
-    """
-    got: list[int] = []
-    child: subprocess.Popen | None = None
-
-    def hand_on(number: int, frame: object) -> None:
-        got.append(number)
-        if len(got) == 1 and child is not None:
-            child.send_signal(_HANDED_ON[signal.Signals(number)])
-
-    # Whoever started us under nohup wants hanging up to be ignored.
-    heard = [number for number in _HANDED_ON if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, hand_on) for number in heard}
-    try:
-        env = command.env | {LAUNCHER: str(os.getpid())}
-        child = subprocess.Popen(command.argv, env=env, start_new_session=True)
-        if got:  # while it was being started
-            child.send_signal(_HANDED_ON[signal.Signals(got[0])])
-        status = child.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    status = status if status >= 0 else 128 - status
-    if status and got:
-        return 128 + got[0]
-    if status == 128 + signal.SIGKILL:
-        raise EnvironmentFailure(
-            "a process of the run was killed (signal 9), as the system does when memory runs out; lower "
-            "micro_batch_size, or set gradient_checkpointing"
-        )
-    return status
+def launch_run(command: Command) -> int:
+    """Run a command of `launch_command`; see `common.launcher.launch`."""
+    return launch(command, short_of_memory=_SHORT_OF_MEMORY)
 
 
 def _asked(recipe: Recipe, num_processes: int | None) -> int | None:

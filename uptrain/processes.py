@@ -9,10 +9,7 @@ before the launcher's promise, the recipe's wish and what was found agree.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -28,22 +25,6 @@ _RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
 _MEETING_PLACE = ("MASTER_ADDR", "MASTER_PORT")
 _WRAPPED = "FSDP_TRANSFORMER_CLS_TO_WRAP"
-LAUNCHER = "KVFOLD_LAUNCHER"  # process number of what started this process and waits for it
-_PR_SET_PDEATHSIG = 1
-
-
-def end_with_launcher() -> None:
-    """Be asked to stop when what started this process dies, even by a signal that it cannot hand on.
-
-    Nobody would know of a run that went on by itself, in a session of its own. Only Linux has a way to ask for that;
-    elsewhere, and for a launcher that does not name itself, nothing changes.
-    """
-    launcher = os.environ.pop(LAUNCHER, "")  # not that of whatever this process starts
-    if not launcher or not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != int(launcher):  # it died before
-        signal.raise_signal(signal.SIGTERM)
 
 
 def check_world(expected: int | None) -> int:

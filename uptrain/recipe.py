@@ -1,26 +1,19 @@
-"""The recipe of an uptraining run: one flat table of values, checked before a model or torch is opened.
-
-YAML 1.1 reads ``1e-4`` as text, ``no`` as false, ``010`` as eight and ``12:30`` as 750. So no value is guessed
-from how it looks: every scalar is taken as the text that stands there, and the field says what it must be. A
-value on the command line goes the same way.
-"""
+"""The recipe of an uptraining run: one flat table of values, checked before a model or torch is opened."""
 
 from __future__ import annotations
 
 import math
-import re
-import reprlib
-import types
-import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..common.embedded import named_model
 from ..common.errors import UserError, did_you_mean
+from ..common.typed import kinds_of, plain_key, quoted, read_table, split_pair, typed, typed_table, written
 
 SECTION = "uptrain"  # of a recipe that has one section for each step of a pipeline
+SOURCE = "source"  # the section of what such a pipeline begins with, and its name as a teacher
 _MOST = 2**53  # more of anything than a machine holds, and exact as a float
 
 CHOICES = {
@@ -73,7 +66,8 @@ _NEEDS = {
 # change when it is taken up again: on another machine, with fewer windows at a time after memory ran out.
 _BESIDE_THE_WEIGHTS = frozenset(
     {"out", "run_dir", "overwrite", "keep", "track", "log_every", "eval_every", "save_every"}
-    | {"eval_text", "eval_windows", "reference", "processes", "device", "micro_batch_size", "gradient_checkpointing"}
+    | {"eval_text", "eval_windows", "reference", "processes", "accelerate", "device", "micro_batch_size"}
+    | {"gradient_checkpointing"}
 )
 
 
@@ -130,6 +124,7 @@ class Recipe:
         keep: checkpoints kept.
         track: trackers of accelerate to report to.
         processes: how many processes the run must find itself in; None for as many as there are.
+        accelerate: an accelerate config to launch by, kvfold's by name or a file; None to choose by the devices.
         init_from: begin anew from the weights of this checkpoint of a run.
         overwrite: replace ``out`` if it exists, once the new one is whole.
 
@@ -191,11 +186,12 @@ class Recipe:
     keep: int = 2
     track: tuple[str, ...] = ()
     processes: int | None = None
+    accelerate: str | None = None
     init_from: str | None = None
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        for name, kind in _kinds().items():
+        for name, kind in kinds_of(type(self)).items():
             value = getattr(self, name)
             if kind.many and value is not None:  # a caller in Python may give a list
                 value = (value,) if isinstance(value, str) else tuple(value)
@@ -268,147 +264,44 @@ def read_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
     """
     table, sections = ({}, False) if path is None else _read_file(Path(path))
     where = "" if path is None else f"{path}: "
-    known = _kinds()
-    values: dict[str, Any] = {}
-    for key, value in table.items():
-        if key not in known:
-            raise UserError(f"{where}unknown key {key!r}{did_you_mean(str(key), known)}")
-        values[key] = _convert(f"{where}{key}", value, known[key])
+    known = kinds_of(Recipe)
+    values = typed_table(table, known, where)
     for override in overrides:
-        key, equals, text = override.partition("=")
-        key = key.strip()
-        if not equals:
-            raise UserError(f"{override!r} is not a pair; write key=value")
-        key = key.removeprefix(f"{SECTION}.") if sections else key
-        if key not in known:
-            raise UserError(f"unknown key {key!r} in {override!r}{did_you_mean(key, known)}")
-        values[key] = _convert(key, _parse_value(key, text.strip(), known[key]), known[key])
+        key, text = split_pair(override)
+        name = plain_key(key.removeprefix(f"{SECTION}.") if sections else key)
+        if name not in known:
+            raise UserError(f"unknown key {key!r} in {override!r}{did_you_mean(name, known)}")
+        values[name] = typed(name, written(name, text, known[name]), known[name])
     for field in fields(Recipe):
         if field.default is MISSING and field.name not in values:
-            raise UserError(f"{where}the recipe has no {field.name}; write {field.name}: ..., or {field.name}=...")
+            also = f"; kvfold run fills in model and out of a section {SECTION}" * sections
+            raise UserError(
+                f"{where}the recipe has no {field.name}; write {field.name}: ..., or {field.name}=...{also}"
+            )
     return Recipe(**values)
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What a field takes: values of ``of``; several of them if ``many``; nothing at all if ``optional``."""
-
-    of: type
-    many: bool
-    optional: bool
-
-
-@cache
-def _kinds() -> dict[str, _Kind]:
-    """The kind of each field, from its annotation."""
-    kinds = {}
-    for name, hint in typing.get_type_hints(Recipe).items():
-        options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        inner = next(option for option in options if option is not types.NoneType)
-        many = typing.get_origin(inner) is tuple
-        of = typing.get_args(inner)[0] if many else inner
-        kinds[name] = _Kind(of, many, types.NoneType in options)
-    return kinds
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], bool]:
     """The table of a file, its scalars as text, and whether it was a section beside others."""
-    if path.is_dir():
-        raise UserError(f"{path} is a directory; give a recipe's YAML file")
-    try:
-        loaded = load_yaml(path.read_bytes(), str(path))
-    except FileNotFoundError:
-        raise UserError(f"recipe {path} does not exist; give a YAML file, or model=... and out=...") from None
-    if loaded in ("", None):
-        loaded = {}
-    if not isinstance(loaded, dict):
-        raise UserError(f"{path} is not a table of keys and values; write one key: value a line")
-    if SECTION not in loaded:
-        return loaded, False
-    section = loaded[SECTION] or {}
+    table = read_table(path, missing="give a YAML file, or model=... and out=...")
+    if SECTION not in table:
+        return table, False
+    section = table[SECTION] or {}
     if not isinstance(section, dict):
         raise UserError(f"{path}: the section {SECTION} is not a table of keys and values")
-    return section, True
+    return teach(section, table.get(SOURCE)), True
 
 
-def load_yaml(text: str | bytes, where: str) -> Any:
-    """YAML with every scalar as the text that stands there.
+def teach(section: Mapping[str, Any], source: object) -> dict[str, Any]:
+    """An `uptrain` section whose teacher may be called `source`: what the pipeline begins with.
 
-    Raises:
-        UserError: it is not YAML, or says a key twice.
+    Args:
+        section, source: those sections of a recipe, as they stand there.
     """
-    import yaml
-
-    class Loader(yaml.BaseLoader):
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-            seen = set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode):
-                    if key.value in seen:
-                        line = key.start_mark.line + 1
-                        raise UserError(f"{where}: the key {key.value!r} stands there twice (line {line}); remove one")
-                    seen.add(key.value)
-            return super().construct_mapping(node, deep=deep)
-
-    try:
-        return yaml.load(text, Loader=Loader)  # makes text, lists and tables only
-    except yaml.MarkedYAMLError as error:
-        at = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
-        raise UserError(f"{where} is not YAML: {error.problem}{at}") from None
-    except (yaml.YAMLError, RecursionError):  # of the latter two: bytes that are no text, and nesting without end
-        raise UserError(f"{where} is not YAML in UTF-8; write it as text") from None
-
-
-def _parse_value(key: str, text: str, kind: _Kind) -> Any:
-    """A value of the command line: text as it stands, unless a list or quotes are written."""
-    if text[:1] in ('"', "'") or (kind.many and text.startswith("[")):
-        return load_yaml(text, f"the value of {key}")
-    return text
-
-
-def _convert(name: str, value: Any, kind: _Kind) -> Any:
-    """Text, or a list of texts, as the values that a field takes."""
-    if kind.optional and value in ("", "~", "null"):
-        return None
-    if not kind.many:
-        return _scalar(name, value, kind.of)
-    items = value if isinstance(value, list) else [value] if value != "" else []
-    return tuple(_scalar(name, item, kind.of) for item in items)
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text, 10)
-    except ValueError:
-        if not (number := float(text)).is_integer():  # 1e9 is as good as 1000000000
-            raise
-        return int(number)
-
-
-_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_TYPES: dict[type, tuple[Callable[[str], Any], str]] = {
-    str: (str, "text"),
-    int: (_whole, "a whole number"),
-    float: (float, "a number"),
-    bool: (lambda text: _BOOLEANS[text.lower()], "true or false"),
-}
-
-
-def _scalar(name: str, value: Any, of: type) -> Any:
-    convert, wanted = _TYPES[of]
-    if isinstance(value, str):
-        try:
-            return convert(value)
-        except (KeyError, ValueError, OverflowError):
-            pass
-    raise UserError(f"{name} is {_short(value)}; it must be {wanted}")
-
-
-def _short(value: Any) -> str:
-    """A value as it is quoted in an error: a line at most."""
-    quoted = repr if isinstance(value, str) else str if isinstance(value, int | float) else reprlib.repr
-    said = re.sub(r"\s+", " ", quoted(value))
-    return said if len(said) <= 60 else f"{said[:57]}..."
+    if section.get("teacher") != SOURCE or not isinstance(source, Mapping) or not source.get("model"):
+        return dict(section)
+    revision = {"teacher_revision": source["revision"]} if source.get("revision") else {}
+    return {**section, "teacher": named_model(source["model"]), **revision}
 
 
 def _at_home(name: Any) -> Any:
@@ -422,11 +315,11 @@ def _at_home(name: Any) -> Any:
 def _check_value(name: str, value: Any) -> None:
     for one in value if isinstance(value, tuple) else (value,):
         if isinstance(one, str) and "\0" in one:
-            raise UserError(f"{name} is {_short(one)}, with a NUL in it; write it as text")
+            raise UserError(f"{name} is {quoted(one)}, with a NUL in it; write it as text")
         if isinstance(one, int | float) and not (math.isfinite(one) and abs(one) <= _MOST):
-            raise UserError(f"{name} is {_short(one)}; there is not so much of anything")
+            raise UserError(f"{name} is {quoted(one)}; there is not so much of anything")
         if name in _RANGES and one is not None and not _RANGES[name][0](one):
-            raise UserError(f"{name} is {_short(one)}; it must be {_RANGES[name][1]}")
+            raise UserError(f"{name} is {quoted(one)}; it must be {_RANGES[name][1]}")
         if name in CHOICES and one not in CHOICES[name]:
             raise UserError(f"unknown {name} {one!r}{did_you_mean(str(one), CHOICES[name])}")
         if name == "track" and one not in TRACKERS:

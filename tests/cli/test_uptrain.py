@@ -21,7 +21,7 @@ def started(monkeypatch):
     """The commands that would have been started, each ending with status 3."""
     commands = []
     monkeypatch.setattr(module, "_count_gpus", lambda: 0)
-    monkeypatch.setattr(module, "launch", lambda command: commands.append(command) or 3)
+    monkeypatch.setattr(module, "launch_run", lambda command: commands.append(command) or 3)
     return commands
 
 

@@ -9,6 +9,7 @@ import pytest
 from accelerate.utils import LoggerType
 
 from kvfold.common.errors import UserError
+from kvfold.common.typed import kinds_of
 from kvfold.uptrain import recipe as module
 from kvfold.uptrain.recipe import Recipe, read_recipe
 
@@ -230,7 +231,7 @@ def test_a_bomb_of_anchors_is_named_in_a_line(tmp_path):
 
 
 def test_every_number_has_a_range_and_every_rule_a_field():
-    kinds = module._kinds()
+    kinds = kinds_of(Recipe)
     numbers = {name for name, kind in kinds.items() if kind.of in (int, float)}
     assert set(module._RANGES) == numbers
     named = {*module.CHOICES, *module._NEEDS, *module._NEEDS.values(), *module._BESIDE_THE_WEIGHTS}

@@ -1,0 +1,185 @@
+"""Tables of values that a user writes, in YAML or as ``key=value``, by what each key takes.
+
+YAML 1.1 reads ``1e-4`` as text, ``no`` as false, ``010`` as eight and ``12:30`` as 750. So no value is guessed
+from how it looks: every scalar is taken as the text that stands there, and the key says what it must be. A value on
+the command line goes the same way.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a key takes: values of ``of``; several of them if ``many``; nothing at all if ``optional``."""
+
+    of: type
+    many: bool = False
+    optional: bool = False
+
+
+@cache
+def kinds_of(table: type) -> dict[str, Kind]:
+    """The kind of each field of a dataclass, from its annotation."""
+    kinds = {}
+    for name, hint in typing.get_type_hints(table).items():
+        options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        inner = next(option for option in options if option is not types.NoneType)
+        many = typing.get_origin(inner) is tuple
+        of = typing.get_args(inner)[0] if many else inner
+        kinds[name] = Kind(of, many, types.NoneType in options)
+    return kinds
+
+
+def read_table(path: Path, *, missing: str) -> dict[str, Any]:
+    """The table in a YAML file, its scalars as text.
+
+    Args:
+        missing: what to do if there is no such file.
+
+    Raises:
+        UserError: there is none, or it holds no table.
+    """
+    if path.is_dir():
+        raise UserError(f"{path} is a directory; give a recipe's YAML file")
+    try:
+        loaded = load_yaml(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        raise UserError(f"recipe {path} does not exist; {missing}") from None
+    if loaded in ("", None):
+        return {}
+    if not isinstance(loaded, dict):
+        raise UserError(f"{path} is not a table of keys and values; write one key: value a line")
+    return loaded
+
+
+def load_yaml(text: str | bytes, where: str) -> Any:
+    """YAML with every scalar as the text that stands there.
+
+    Raises:
+        UserError: it is not YAML, or says a key twice.
+    """
+    import yaml
+
+    class Loader(yaml.BaseLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+            seen = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    if key.value in seen:
+                        line = key.start_mark.line + 1
+                        raise UserError(f"{where}: the key {key.value!r} stands there twice (line {line}); remove one")
+                    seen.add(key.value)
+            return super().construct_mapping(node, deep=deep)
+
+    try:
+        return yaml.load(text, Loader=Loader)  # makes text, lists and tables only
+    except yaml.MarkedYAMLError as error:
+        at = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
+        raise UserError(f"{where} is not YAML: {error.problem}{at}") from None
+    except (yaml.YAMLError, RecursionError):  # of the latter two: bytes that are no text, and nesting without end
+        raise UserError(f"{where} is not YAML in UTF-8; write it as text") from None
+
+
+def plain_key(key: Any) -> str:
+    """A key as Python spells it: flags have hyphens, and may be written so."""
+    return str(key).strip().replace("-", "_")
+
+
+def typed_table(table: Mapping[Any, Any], known: Mapping[str, Kind], where: str) -> dict[str, Any]:
+    """A table of texts as the values that its keys take.
+
+    Args:
+        where: what an error begins with, such as the file's name and a colon.
+
+    Raises:
+        UserError: a key is unknown or stands there in two spellings, or a value is of the wrong type.
+    """
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        name = plain_key(key)
+        if name not in known:
+            raise UserError(f"{where}unknown key {key!r}{did_you_mean(name, known)}")
+        if name in values:
+            raise UserError(f"{where}the key {name!r} stands there twice, once with hyphens; remove one")
+        values[name] = typed(f"{where}{key}", value, known[name])
+    return values
+
+
+def split_pair(pair: str) -> tuple[str, str]:
+    """The key and the text of ``key=value``.
+
+    Raises:
+        UserError: there is no equals sign.
+    """
+    key, equals, text = pair.partition("=")
+    if not equals:
+        raise UserError(f"{pair!r} is not a pair; write key=value")
+    return key.strip(), text.strip()
+
+
+def written(key: str, text: str, kind: Kind) -> Any:
+    """A value of the command line: text as it stands, unless a list or quotes are written."""
+    if text[:1] in ('"', "'") or (kind.many and text.startswith("[")):
+        return load_yaml(text, f"the value of {key}")
+    return text
+
+
+def typed(name: str, value: Any, kind: Kind) -> Any:
+    """Text, or a list of texts, as the values that a key takes.
+
+    Raises:
+        UserError: names the key, and what it must be.
+    """
+    if kind.optional and value in ("", "~", "null"):
+        return None
+    if not kind.many:
+        return _scalar(name, value, kind.of)
+    items = value if isinstance(value, list) else [value] if value != "" else []
+    return tuple(_scalar(name, item, kind.of) for item in items)
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text, 10)
+    except ValueError:
+        if not (number := float(text)).is_integer():  # 1e9 is as good as 1000000000
+            raise
+        return int(number)
+
+
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_TYPES: dict[type, tuple[Callable[[str], Any], str]] = {
+    str: (str, "text"),
+    int: (_whole, "a whole number"),
+    float: (float, "a number"),
+    bool: (lambda text: _BOOLEANS[text.lower()], "true or false"),
+}
+
+
+def _scalar(name: str, value: Any, of: type) -> Any:
+    convert, wanted = _TYPES[of]
+    if isinstance(value, str):
+        try:
+            return convert(value)
+        except (KeyError, ValueError, OverflowError):
+            pass
+    raise UserError(f"{name} is {quoted(value)}; it must be {wanted}")
+
+
+def quoted(value: Any) -> str:
+    """A value as it is quoted in an error: a line at most."""
+    quote = repr if isinstance(value, str) else str if isinstance(value, int | float) else reprlib.repr
+    said = re.sub(r"\s+", " ", quote(value))
+    return said if len(said) <= 60 else f"{said[:57]}..."
