@@ -20,7 +20,9 @@ from .convert import convert
 from .demo import demo
 from .eval import evaluate
 from .inspect import inspect
+from .recipes import recipes
 from .report import report
+from .run import run
 from .uptrain import uptrain
 from .verify import verify
 
@@ -31,7 +33,7 @@ def kvfold() -> None:
     """Fold the key/value cache of pretrained language models."""
 
 
-for command in (inspect, calibrate, convert, check, uptrain, verify, evaluate, report, demo):
+for command in (inspect, calibrate, convert, check, uptrain, verify, evaluate, report, recipes, run, demo):
     kvfold.add_command(command)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from ..common.loading import DTYPES, FLOATS
+from ..common.typed import MOST
 
-MOST = 2**53  # more of anything than a machine holds, and exact as a float
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 

@@ -189,10 +189,10 @@ def one_line_errors(model: str | Path) -> Iterator[None]:
     except KvfoldError:
         raise
     except Exception as error:
-        causes = list(_causes(error))
+        chain = list(causes(error))
 
         def caused_by(*kinds: type) -> bool:
-            return any(isinstance(cause, kinds) for cause in causes)
+            return any(isinstance(cause, kinds) for cause in chain)
 
         if caused_by(hub.GatedRepoError):
             raise UserError(f"{model} is gated; ask for access on its page, then run hf auth login") from error
@@ -205,7 +205,7 @@ def one_line_errors(model: str | Path) -> Iterator[None]:
             raise EnvironmentFailure(f"{model} does not fit into memory; try a narrower --dtype") from error
         if not Path(model).exists() and (
             caused_by(hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError, TimeoutError)
-            or any(type(cause).__module__.startswith(("httpx", "httpcore", "requests")) for cause in causes)
+            or any(type(cause).__module__.startswith(("httpx", "httpcore", "requests")) for cause in chain)
         ):
             raise EnvironmentFailure(
                 f"there is no {model} here, and the Hub cannot be reached; check the path or the network"
@@ -215,7 +215,8 @@ def one_line_errors(model: str | Path) -> Iterator[None]:
         raise UserError(f"cannot load {model} ({type(error).__name__}): {first_line(error)}") from error
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that led to it, the first of all last."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

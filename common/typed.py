@@ -7,11 +7,12 @@ the command line goes the same way.
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,14 +20,28 @@ from typing import Any
 
 from .errors import UserError, did_you_mean
 
+MOST = 2**53  # more of anything than a machine holds, and exact as a float
+
+Rule = tuple[Callable[[Any], bool], str]
+"""What a number must be, and how to say it."""
+
+AT_LEAST_1: Rule = (lambda x: x >= 1, "at least 1")
+AT_LEAST_0: Rule = (lambda x: x >= 0, "at least 0")
+POSITIVE: Rule = (lambda x: x > 0, "more than 0")
+
 
 @dataclass(frozen=True)
 class Kind:
-    """What a key takes: values of ``of``; several of them if ``many``; nothing at all if ``optional``."""
+    """What a key takes: values of ``of``; several of them if ``many``; nothing at all if ``optional``.
+
+    Each is one of ``choices``, if there are any, and as ``rule`` says.
+    """
 
     of: type
     many: bool = False
     optional: bool = False
+    choices: tuple[str, ...] = ()
+    rule: Rule | None = None
 
 
 @cache
@@ -144,10 +159,55 @@ def typed(name: str, value: Any, kind: Kind) -> Any:
     """
     if kind.optional and value in ("", "~", "null"):
         return None
-    if not kind.many:
-        return _scalar(name, value, kind.of)
-    items = value if isinstance(value, list) else [value] if value != "" else []
-    return tuple(_scalar(name, item, kind.of) for item in items)
+    items = value if kind.many and isinstance(value, list) else [] if kind.many and value == "" else [value]
+    values = tuple(_scalar(name, item, kind.of) for item in items)
+    for one in values:
+        check_sane(name, one)
+        check_rule(name, one, kind.rule)
+        check_choice(name, one, kind.choices)
+    return values if kind.many else values[0]
+
+
+def at_home(value: Any) -> Any:
+    """A path, or several, with ~ written out: in YAML, and behind `=`, no shell does it."""
+    if isinstance(value, tuple):
+        return tuple(map(at_home, value))
+    try:
+        return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~") else value
+    except RuntimeError:  # nobody of that name lives here
+        return value
+
+
+def check_sane(name: str, value: Any) -> None:
+    """Refuse text that no system takes, and numbers that nothing has.
+
+    Raises:
+        UserError: names it.
+    """
+    if isinstance(value, str) and "\0" in value:
+        raise UserError(f"{name} is {quoted(value)}, with a NUL in it; write it as text")
+    if isinstance(value, int | float) and not (math.isfinite(value) and abs(value) <= MOST):
+        raise UserError(f"{name} is {quoted(value)}; there is not so much of anything")
+
+
+def check_rule(name: str, value: Any, rule: Rule | None) -> None:
+    """Refuse a value that a rule forbids; None is left to whoever gave it a meaning.
+
+    Raises:
+        UserError: says what it must be.
+    """
+    if rule is not None and value is not None and not rule[0](value):
+        raise UserError(f"{name} is {quoted(value)}; it must be {rule[1]}")
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    """Refuse what is none of the choices, if there are any.
+
+    Raises:
+        UserError: names the nearest.
+    """
+    if choices and value not in choices:
+        raise UserError(f"unknown {name} {value!r}{did_you_mean(str(value), choices)}")
 
 
 def _whole(text: str) -> int:

@@ -11,12 +11,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from ..common.typed import MOST
+
 NAME = "metrics.jsonl"
 PICTURE = "loss.png"
 _LOOKS = {"held_out", "reference"}  # losses by texts
 _NUMBERS = {"loss", "cross_entropy", "seconds", "learning_rate"}
 _DRAWN = {"held_out", "cross_entropy"}
-_MOST = 2**53  # tokens: more than there are, and exact as a float
+
 _FAR = 1e200  # nats: beyond any loss, and thousands of them can be added
 
 
@@ -78,7 +80,7 @@ def _is_ours(line: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MOST
+    return type(value) is int and 0 <= value <= MOST
 
 
 def _is_number(value: Any) -> bool:

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ..common.embedded import named_model
 from ..common.errors import UserError, did_you_mean
-from ..common.typed import kinds_of, plain_key, quoted, read_table, split_pair, typed, typed_table, written
+from ..common.typed import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    POSITIVE,
+    Rule,
+    at_home,
+    check_choice,
+    check_rule,
+    check_sane,
+    kinds_of,
+    plain_key,
+    read_table,
+    split_pair,
+    typed,
+    typed_table,
+    written,
+)
 
 SECTION = "uptrain"  # of a recipe that has one section for each step of a pipeline
 SOURCE = "source"  # the section of what such a pipeline begins with, and its name as a teacher
-_MOST = 2**53  # more of anything than a machine holds, and exact as a float
 
 CHOICES = {
     "train": ("attention", "attention+norms", "all"),
@@ -25,21 +40,17 @@ CHOICES = {
 # accelerate's own list; it can be asked only with torch at hand.
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
-_Rule = tuple[Callable[[Any], bool], str]
-_AT_LEAST_1: _Rule = (lambda x: x >= 1, "at least 1")
-_AT_LEAST_0: _Rule = (lambda x: x >= 0, "at least 0")
-_POSITIVE: _Rule = (lambda x: x > 0, "more than 0")
-_SHARE: _Rule = (lambda x: 0 <= x <= 1, "between 0 and 1")
-_BELOW_1: _Rule = (lambda x: 0 <= x < 1, "at least 0 and below 1")
-_PART: _Rule = (lambda x: 0 < x <= 1, "more than 0 and at most 1")
+_SHARE: Rule = (lambda x: 0 <= x <= 1, "between 0 and 1")
+_BELOW_1: Rule = (lambda x: 0 <= x < 1, "at least 0 and below 1")
+_PART: Rule = (lambda x: 0 < x <= 1, "more than 0 and at most 1")
 
 # What a number, or each number of a list, must be. None is always let through: it means what the docstring says.
-_RANGES: dict[str, _Rule] = {
-    **dict.fromkeys(("tokens", "steps", "pretrain_tokens", "batch_size", "micro_batch_size"), _AT_LEAST_1),
-    **dict.fromkeys(("eval_windows", "log_every", "keep", "processes"), _AT_LEAST_1),
-    **dict.fromkeys(("lora_rank", "top_k", "warmup_steps", "weight_decay", "clip", "seed"), _AT_LEAST_0),
-    **dict.fromkeys(("eval_every", "save_every"), _AT_LEAST_0),
-    **dict.fromkeys(("lora_alpha", "weights", "layer_learning_rate", "learning_rate"), _POSITIVE),
+_RANGES: dict[str, Rule] = {
+    **dict.fromkeys(("tokens", "steps", "pretrain_tokens", "batch_size", "micro_batch_size"), AT_LEAST_1),
+    **dict.fromkeys(("eval_windows", "log_every", "keep", "processes"), AT_LEAST_1),
+    **dict.fromkeys(("lora_rank", "top_k", "warmup_steps", "weight_decay", "clip", "seed"), AT_LEAST_0),
+    **dict.fromkeys(("eval_every", "save_every"), AT_LEAST_0),
+    **dict.fromkeys(("lora_alpha", "weights", "layer_learning_rate", "learning_rate"), POSITIVE),
     **dict.fromkeys(("ce_share", "layer_share", "final_lr_share"), _SHARE),
     "temperature": (lambda x: 1e-3 <= x <= 1e3, "between 0.001 and 1000"),
     "held_out": (lambda x: x == 0 or 1e-6 <= x < 1, "0, or at least 1e-6 and below 1"),
@@ -196,7 +207,7 @@ class Recipe:
             if kind.many and value is not None:  # a caller in Python may give a list
                 value = (value,) if isinstance(value, str) else tuple(value)
             if name in _PATHS:
-                value = tuple(map(_at_home, value)) if isinstance(value, tuple) else _at_home(value)
+                value = at_home(value)
             object.__setattr__(self, name, value)
             _check_value(name, value)
         _check_budget(self)
@@ -304,26 +315,13 @@ def teach(section: Mapping[str, Any], source: object) -> dict[str, Any]:
     return {**section, "teacher": named_model(source["model"]), **revision}
 
 
-def _at_home(name: Any) -> Any:
-    """A path with ~ written out: in YAML, and behind `=`, no shell does it."""
-    try:
-        return str(Path(name).expanduser()) if isinstance(name, str) and name.startswith("~") else name
-    except RuntimeError:  # nobody of that name lives here
-        return name
-
-
 def _check_value(name: str, value: Any) -> None:
     for one in value if isinstance(value, tuple) else (value,):
-        if isinstance(one, str) and "\0" in one:
-            raise UserError(f"{name} is {quoted(one)}, with a NUL in it; write it as text")
-        if isinstance(one, int | float) and not (math.isfinite(one) and abs(one) <= _MOST):
-            raise UserError(f"{name} is {quoted(one)}; there is not so much of anything")
-        if name in _RANGES and one is not None and not _RANGES[name][0](one):
-            raise UserError(f"{name} is {quoted(one)}; it must be {_RANGES[name][1]}")
-        if name in CHOICES and one not in CHOICES[name]:
-            raise UserError(f"unknown {name} {one!r}{did_you_mean(str(one), CHOICES[name])}")
-        if name == "track" and one not in TRACKERS:
-            raise UserError(f"unknown tracker {one!r}{did_you_mean(str(one), TRACKERS)}")
+        check_sane(name, one)
+        check_rule(name, one, _RANGES.get(name))
+        check_choice(name, one, CHOICES.get(name, ()))
+        if name == "track":
+            check_choice("tracker", one, TRACKERS)
 
 
 def _check_budget(recipe: Recipe) -> None:

@@ -389,7 +389,12 @@ class Run:
                 self.source,
                 state,
                 trained,
-                record={"command": "uptrain", **self._published(), "held_out": report.held_out},
+                record={
+                    "command": "uptrain",
+                    **self._published(),
+                    "held_out_share": self.recipe.held_out,  # what the run ended with stands under its name
+                    "held_out": report.held_out,
+                },
                 progress=self.progress,
             )
             if why_not := draw(self.history.lines, Path(self.recipe.out).name, self.folder / PICTURE):
