@@ -6,13 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import BinaryIO
 
-from .errors import EnvironmentFailure
+from .errors import EnvironmentFailure, UserError
 
 LAUNCHER = "KVFOLD_LAUNCHER"  # process number of what started this process and waits for it
 _PR_SET_PDEATHSIG = 1
+_LOOK = 0.1  # seconds between two looks at a process
 # What is handed on of what asks us to stop. Nobody sends SIGHUP to those who are not on the terminal that closed.
 _HANDED_ON = {
     signal.SIGINT: signal.SIGINT,
@@ -29,7 +33,13 @@ class Command:
     env: dict[str, str]
 
 
-def launch(command: Command, *, stdout: BinaryIO | None = None, short_of_memory: str) -> int:
+def launch(
+    command: Command,
+    *,
+    stdout: BinaryIO | None = None,
+    started: Callable[[int], None] = lambda process: None,
+    short_of_memory: str,
+) -> int:
     """Run a command until it ends, and hand on the first signal that asks to stop, so that it can save.
 
     Once only: torchrun kills everything at a second one. For the same reason the command gets a session of its own,
@@ -37,6 +47,7 @@ def launch(command: Command, *, stdout: BinaryIO | None = None, short_of_memory:
 
     Args:
         stdout: a file for what it prints; None for our own standard output.
+        started: told its process number.
         short_of_memory: what to do about it if memory ran out.
 
     Returns:
@@ -59,6 +70,7 @@ def launch(command: Command, *, stdout: BinaryIO | None = None, short_of_memory:
     try:
         env = command.env | {LAUNCHER: str(os.getpid())}
         child = subprocess.Popen(command.argv, env=env, stdout=stdout, start_new_session=True)
+        started(child.pid)
         if got:  # while it was being started
             child.send_signal(_HANDED_ON[signal.Signals(got[0])])
         status = child.wait()
@@ -73,6 +85,30 @@ def launch(command: Command, *, stdout: BinaryIO | None = None, short_of_memory:
             f"a process of the run was killed (signal 9), as the system does when memory runs out; {short_of_memory}"
         )
     return status
+
+
+def wait_for_orphan(process: int, word: str, patience: float) -> None:
+    """Wait for a command whose launcher was killed: it was told to stop, and may still be saving.
+
+    Args:
+        process: its number, which may be another's by now.
+        word: that its command line has.
+        patience: seconds.
+
+    Raises:
+        UserError: it still runs.
+    """
+    command = Path(f"/proc/{process}/cmdline")  # where there is none, its locks tell
+    end = time.monotonic() + patience
+    while process:
+        try:
+            if word.encode() not in command.read_bytes():  # another's; and that of one that has ended is empty
+                return
+        except OSError:
+            return
+        if time.monotonic() > end:
+            raise UserError(f"process {process} of this run, which was killed, still works; wait for it, or end it")
+        time.sleep(_LOOK)
 
 
 def end_with_launcher() -> None:

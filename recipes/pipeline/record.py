@@ -36,6 +36,7 @@ class Step:
         attempts: how often it was started.
         seconds: of all attempts.
         status: the exit status that it failed with.
+        process: the number of the process that was started last.
     """
 
     stage: str
@@ -47,6 +48,7 @@ class Step:
     attempts: int = 0
     seconds: float = 0.0
     status: int = 0
+    process: int = 0
 
 
 @dataclass
@@ -120,7 +122,8 @@ class Record:
 
 def _step(values: dict[str, Any]) -> Step:
     step = Step(**values)
-    if not isinstance(step.asked, dict) or not isinstance(step.made, str) or not isinstance(step.seconds, int | float):
+    types = {"asked": dict, "made": str, "replaced": str, "seconds": int | float, "attempts": int, "process": int}
+    if any(not isinstance(getattr(step, name), of) for name, of in types.items()):
         raise ValueError
     return step
 

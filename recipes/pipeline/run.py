@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ...common.atomic import output_file, real_path, working_folder
 from ...common.errors import CheckFailed, EnvironmentFailure, KvfoldError, UserError, did_you_mean
-from ...common.launcher import Command, launch
+from ...common.launcher import Command, launch, wait_for_orphan
 from ...common.sources import one_line_errors, quiet, source_kind
 from ...common.status import Stopped
 from ...uptrain.recipe import SOURCE
@@ -26,6 +26,7 @@ from .stages import RECIPE, STAGES, Place, Work, works
 
 STEPS = "steps"  # the folder of what the commands printed
 _SHORT_OF_MEMORY = "lower a batch size, or set calibrate.offload or uptrain.gradient_checkpointing"
+_PATIENCE = 120.0  # seconds for what a killed run had started: torchrun gives as many to save
 _GO_ON = "the same command goes on from there"
 _FAILURES: dict[int, type[KvfoldError]] = {1: CheckFailed, 2: UserError, 3: EnvironmentFailure}
 
@@ -211,6 +212,8 @@ class _Run:
             UserError: it would have to be made anew, and may not.
         """
         step = self.record.steps.get(work.name)
+        if step is not None and step.state == "running":
+            wait_for_orphan(step.process, "kvfold", _PATIENCE)
         if step is not None and not _difference(step.asked, asked):
             found = self._made(work)
             if step.state == "done" and found == step.made:
@@ -276,7 +279,7 @@ class _Run:
         self.record.save()
         began = time.monotonic()
         try:
-            self._start(work, overwrite=bool(found))
+            self._start(work, step, overwrite=bool(found))
             step.state, step.made = "done", self._made(work)
         except KvfoldError as error:
             step.state, step.status = "failed", error.exit_status
@@ -285,11 +288,15 @@ class _Run:
             step.seconds = round(step.seconds + time.monotonic() - began, 3)
             self.record.save()
 
-    def _start(self, work: Work, *, overwrite: bool) -> None:
+    def _start(self, work: Work, step: Step, *, overwrite: bool) -> None:
+        def started(process: int) -> None:
+            step.process = process
+            self.record.save()
+
         words = (*work.words, *([work.overwrite] if overwrite and work.overwrite else []), "--json")
         command = Command((sys.executable, "-m", "kvfold.cli", *words), dict(os.environ))
         with output_file(self._printed(work), overwrite=True) as file:
-            status = launch(command, stdout=file, short_of_memory=_SHORT_OF_MEMORY)
+            status = launch(command, stdout=file, started=started, short_of_memory=_SHORT_OF_MEMORY)
             if status > 128:
                 raise Stopped(status - 128, f"{work.name} is not done, and {_GO_ON}")
             if status:  # what was wrong, the command has said itself

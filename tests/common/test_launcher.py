@@ -6,11 +6,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from kvfold.common.errors import EnvironmentFailure
-from kvfold.common.launcher import Command, launch
+from kvfold.common.errors import EnvironmentFailure, UserError
+from kvfold.common.launcher import Command, launch, wait_for_orphan
 
 
 def script(text):
@@ -100,3 +101,18 @@ def test_what_it_prints_goes_where_it_is_told(tmp_path):
     with (tmp_path / "said").open("wb") as file:
         assert launch(script("print('so')"), stdout=file, short_of_memory="") == 0
     assert (tmp_path / "said").read_text() == "so\n"
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="only Linux shows processes so")
+def test_an_orphan_is_waited_for():
+    work = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.6)  # the word"])
+    while b"the word" not in Path(f"/proc/{work.pid}/cmdline").read_bytes():  # it begins as a copy of this process
+        time.sleep(0.01)
+    began = time.monotonic()
+    wait_for_orphan(work.pid, "another word", 60)
+    with pytest.raises(UserError, match=f"process {work.pid} of this run, which was killed, still works"):
+        wait_for_orphan(work.pid, "the word", 0.1)
+    assert time.monotonic() - began < 0.5
+    wait_for_orphan(work.pid, "the word", 60)
+    assert work.wait() == 0
+    wait_for_orphan(0, "the word", 60)
