@@ -12,7 +12,7 @@ from . import options
 
 
 @click.command()
-@click.argument("src")
+@click.argument("src", type=options.model)
 @click.option("--out", "-o", type=click.Path(path_type=Path), required=True, help="The file of statistics to create.")
 @options.calibration
 @click.option("--batch-size", type=options.count, default=1, show_default=True, help="Windows at a time.")

@@ -20,7 +20,7 @@ def convert() -> None:
 
 
 @convert.command()
-@click.argument("src")
+@click.argument("src", type=options.model)
 @click.argument("out")
 @click.option("--kv-heads", type=options.count, required=True, help="KV heads of the result; 1 is MQA.")
 @click.option("--method", default="svd", show_default=True, help="How heads merge: svd, aligned, mean, first, random.")
@@ -41,7 +41,7 @@ def gqa(src: str, out: str, as_json: bool, **knobs: Any) -> None:
 
 
 @convert.command()
-@click.argument("src")
+@click.argument("src", type=options.model)
 @click.argument("out")
 @click.option("--kv-elements", type=options.count, help="Numbers to cache a token and layer: rank and rotary key.")
 @click.option("--kv-ratio", type=float, help="The same as a share of what SRC caches, such as 0.25.")
@@ -101,7 +101,7 @@ def mla(src: str, out: str, as_json: bool, **knobs: Any) -> None:
 
 
 @convert.command()
-@click.argument("src")
+@click.argument("src", type=options.model)
 @click.argument("out")
 @options.writing
 def plain(src: str, out: str, as_json: bool, **knobs: Any) -> None:

@@ -17,7 +17,7 @@ _LATENT = (
 
 
 @click.command()
-@click.argument("src")
+@click.argument("src", type=options.model)
 @click.option("--context", type=options.count, help="Tokens of the sequence to size.  [the model's context]")
 @options.revision
 @options.as_json

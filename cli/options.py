@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from ..common.embedded import named_model
 from ..common.loading import DTYPES, FLOATS
 from ..common.typed import MOST
 
@@ -59,7 +60,17 @@ class Names(click.ParamType):
         return names
 
 
+class Model(click.ParamType):
+    """A directory, a GGUF file, a Hub id, or `embedded`; what each may be, the command says best."""
+
+    name = "model"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return named_model(str(value))
+
+
 count = Count()
+model = Model()
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object.")
 revision = click.option("--revision", help="Branch, tag or commit of a Hub id.")

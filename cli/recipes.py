@@ -59,3 +59,25 @@ def validate(file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     from ..recipes.pipeline.read import validate as check
 
     print_report({"recipe": file, "sections": check(file, overrides)}, as_json=as_json)
+
+
+@recipes.command()
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--config", metavar="DIR", help="A folder with the source's config.json, if the source is elsewhere.")
+@click.option("--num-processes", "processes", type=options.count, help="Devices to train on.  [as the recipe says]")
+@click.option("--device-memory", type=options.Size(), help="Of a device, such as 80GB.  [80GB; 16GB for a CPU]")
+@click.option("--device-flops", type=float, help="Its peak, a second.  [312e12, an A100; 2e11 for a CPU]")
+@click.option("--utilization", type=float, default=0.4, show_default=True, help="The share of it that is reached.")
+@options.as_json
+def plan(
+    recipe: str, overrides: tuple[str, ...], config: str | None, as_json: bool, **knobs: float | int | None
+) -> None:
+    """Say what a RECIPE will take: memory a device, time, cache and disk, from the source's config alone."""
+    from ..eval.shape import read_any_config
+    from ..recipes.pipeline.plan import plan_recipe
+    from ..recipes.pipeline.read import read_pipeline
+
+    pipeline = read_pipeline(recipe, overrides)
+    found = read_any_config(config) if config else read_any_config(pipeline.model, pipeline.revision)
+    print_report(plan_recipe(pipeline.sections, found, **knobs), as_json=as_json)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ _COLUMNS = {
 
 
 @click.command()
-@click.argument("src")
+@click.argument("src", type=options.model)
 @click.argument("outs", metavar="OUT...", nargs=-1, required=True)
 @click.option("-o", "--out", "folder", type=click.Path(path_type=Path), required=True, help="The folder to create.")
 @click.option("--text", multiple=True, default=("builtin",), show_default=True, help="A file, builtin, or hub:NAME.")

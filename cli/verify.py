@@ -12,7 +12,7 @@ from . import options
 
 
 @click.command()
-@click.argument("src")
+@click.argument("src", type=options.model)
 @click.argument("out")
 @options.text
 @click.option("--window", type=options.count, help="Tokens a window.  [512, or the models' context if smaller]")

@@ -62,6 +62,7 @@ _RANGES: dict[str, Rule] = {
 # What may be the path of something of the user's, in which ~ is home.
 _INPUTS = ("model", "teacher", "reference", "init_from", "data", "eval_text")
 _PATHS = (*_INPUTS, "out", "run_dir")
+_MODELS = ("model", "teacher", "reference")  # which may be `embedded`
 
 _BUDGETS = ("tokens", "steps", "alpha")
 # What says nothing unless something else is set: the value of the other is what switches it on.
@@ -87,7 +88,7 @@ class Recipe:
     """What an uptraining run is made of. The names are the keys of the YAML.
 
     Args:
-        model: the checkpoint to heal: a directory, a GGUF file or a Hub id.
+        model: the checkpoint to heal: a directory, a GGUF file, a Hub id, or `embedded`, the one inside kvfold.
         out: the directory of the healed checkpoint.
         run_dir: where the run keeps its tokens, checkpoints and metrics; empty for ``out`` + ".run".
         revision: branch, tag or commit of ``model``.
@@ -206,6 +207,8 @@ class Recipe:
             value = getattr(self, name)
             if kind.many and value is not None:  # a caller in Python may give a list
                 value = (value,) if isinstance(value, str) else tuple(value)
+            if name in _MODELS and isinstance(value, str):
+                value = named_model(value)
             if name in _PATHS:
                 value = at_home(value)
             object.__setattr__(self, name, value)
@@ -312,7 +315,7 @@ def teach(section: Mapping[str, Any], source: object) -> dict[str, Any]:
     if section.get("teacher") != SOURCE or not isinstance(source, Mapping) or not source.get("model"):
         return dict(section)
     revision = {"teacher_revision": source["revision"]} if source.get("revision") else {}
-    return {**section, "teacher": named_model(source["model"]), **revision}
+    return {**section, "teacher": source["model"], **revision}
 
 
 def _check_value(name: str, value: Any) -> None:

@@ -11,7 +11,7 @@ from .. import options
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", type=options.model)
 @click.option("--context", type=options.count, help="Tokens of the sequence.  [512, or the model's context if smaller]")
 @options.run_dtype(auto="the checkpoint's own")
 @options.device

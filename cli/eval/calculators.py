@@ -26,7 +26,7 @@ _SIZES = {
     "num-experts-per-tok": "Experts that a token visits, of a config that does not say.",
 }
 _COMMON = (
-    click.argument("model", required=False),
+    click.argument("model", type=options.model, required=False),
     click.option(
         "--context",
         type=options.count,

@@ -21,7 +21,7 @@ COLUMNS = {
 
 
 @click.command()
-@click.argument("src")
+@click.argument("src", type=options.model)
 @click.argument("outs", nargs=-1, required=True, metavar="OUT...")
 @options.text
 @click.option("--window", type=options.count, help="Tokens a window.  [512, or SRC's context if smaller]")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("src")
+@click.argument("src", type=options.model)
 @click.argument("outs", nargs=-1, metavar="[OUT]...")
 @options.text
 @click.option("--window", type=options.count, help="Tokens a window.  [SRC's context, at most 8192]")

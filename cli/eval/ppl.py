@@ -12,7 +12,7 @@ from .. import options
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", type=options.model)
 @options.text
 @click.option(
     "--protocol",

@@ -28,7 +28,7 @@ FITTING = {"largest batch": "largest_batch_size", "largest context, the model's 
 
 
 @click.command()
-@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@click.argument("models", type=options.model, metavar="MODEL...", nargs=-1, required=True)
 @click.option(
     "--context",
     type=options.count,

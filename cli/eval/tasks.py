@@ -22,7 +22,7 @@ COLUMNS = {
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", type=options.model)
 @click.option(
     "--task",
     multiple=True,
