@@ -20,6 +20,7 @@ from .convert import convert
 from .demo import demo
 from .eval import evaluate
 from .inspect import inspect
+from .publish import publish
 from .recipes import recipes
 from .report import report
 from .run import run
@@ -33,7 +34,7 @@ def kvfold() -> None:
     """Fold the key/value cache of pretrained language models."""
 
 
-for command in (inspect, calibrate, convert, check, uptrain, verify, evaluate, report, recipes, run, demo):
+for command in (inspect, calibrate, convert, check, uptrain, verify, evaluate, report, recipes, run, publish, demo):
     kvfold.add_command(command)
 
 

@@ -75,9 +75,12 @@ def plan(
 ) -> None:
     """Say what a RECIPE will take: memory a device, time, cache and disk, from the source's config alone."""
     from ..eval.shape import read_any_config
-    from ..recipes.pipeline.plan import plan_recipe
+    from ..recipes.pipeline.plan import plan_recipe, said
     from ..recipes.pipeline.read import read_pipeline
 
     pipeline = read_pipeline(recipe, overrides)
     found = read_any_config(config) if config else read_any_config(pipeline.model, pipeline.revision)
-    print_report(plan_recipe(pipeline.sections, found, **knobs), as_json=as_json)  # type: ignore[arg-type]
+    planned = plan_recipe(pipeline.sections, found, **knobs)  # type: ignore[arg-type]
+    print_report(planned, as_json=as_json)
+    if not as_json:
+        print("", *said(planned), sep="\n")

@@ -21,6 +21,7 @@ RUN_SUFFIX = ".run"  # of the folder that an uptraining works in, beside what it
 # What changes no result, or none but by rounding: where and in which pieces it is computed, and what is allowed.
 _BESIDE = frozenset({"device", "batch_size", "calib_batch_size", "offload", "no_hash", "overwrite", "accept_license"})
 _WITH_COMMAS = frozenset({"for"})  # the one option that lists its values
+_TEXTS = ("calib", "calib_window", "no_calib_builtin", "chat")  # which text, of calibration and refinement
 _SCORING = ("text", "window", "max_windows", "batch_size", "max_ratio", "dtype", "device")
 
 
@@ -133,8 +134,11 @@ def _calibrate(pipeline: Pipeline, place: Place) -> list[Work]:
 
 def _convert(pipeline: Pipeline, place: Place) -> list[Work]:
     section = pipeline.sections["convert"]
-    knobs = {key: value for key, value in section.items() if key != "to"}
-    calibrated = "calibrate" in pipeline.sections
+    calibrate = pipeline.sections.get("calibrate")
+    calibrated = calibrate is not None
+    # Refinement reads text too, and means that of the calibration.
+    texts = {key: value for key, value in (calibrate or {}).items() if key in _TEXTS and section.get("refine")}
+    knobs = {key: value for key, value in section.items() if key != "to"} | texts
     return [
         Work(
             "convert",
@@ -144,12 +148,12 @@ def _convert(pipeline: Pipeline, place: Place) -> list[Work]:
                 *(("--stats", place / STATISTICS) if calibrated else ()),
             ),
             overwrite="--overwrite",
-            settings=_settings(section),
+            settings=_settings(section, **texts),
             reads=_reads(
                 place,
                 SOURCE,
                 *[STATISTICS] * calibrated,
-                texts=[*section.get("calib", ()), *([section["stats"]] if "stats" in section else [])],
+                texts=[*knobs.get("calib", ()), *([section["stats"]] if "stats" in section else [])],
             ),
             makes=place.folder / CONVERTED,
             costly=True,

@@ -122,6 +122,16 @@ def test_statistics_are_made_once_and_used(kvfold, tmp_path):
     assert kvfold.lines[1][-3:-1] == ["--stats", f"{at}/stats.safetensors"]
 
 
+def test_refinement_reads_the_text_of_the_calibration(kvfold):
+    pairs = ["calibrate.calib_windows=8", "calibrate.calib=text.txt", "calibrate.chat=true"]
+    run_recipe("r.yaml", pairs, until="convert", out="plain")
+    run_recipe("r.yaml", [*pairs, "convert.refine=4"], until="convert", out="refined")
+    plain, refined = kvfold.lines[1], kvfold.lines[3]
+    assert "--calib" not in plain and "--chat" not in plain
+    assert refined[refined.index("--calib") + 1] == "text.txt" and "--chat" in refined
+    assert "--calib-windows" not in refined
+
+
 @pytest.mark.parametrize(
     ("stopped", "end"),
     [

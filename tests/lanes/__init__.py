@@ -1,0 +1,1 @@
+"""What takes minutes and is run apart from the other tests: `make lanes`."""
