@@ -19,6 +19,7 @@ from .errors import EnvironmentFailure, KvfoldError, UserError, did_you_mean
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _GGUF_MAGIC = b"GGUF"
 _PATIENCE = 10.0  # seconds for the Hub to say that it knows a model
+PASSING = frozenset({408, 429, 500, 502, 503, 504})  # answers of the Hub's that may be others in a while
 # What the names of kvfold's own model types begin with, and the module that adds them to transformers: by name, as it
 # stands a floor above.
 _OWN_TYPES = {"mla_": "kvfold.attention.plain"}
@@ -200,6 +201,13 @@ def one_line_errors(model: str | Path) -> Iterator[None]:
             raise UserError(f"{model} is neither a path here nor a model on the Hub") from error
         if caused_by(hub.RevisionNotFoundError):
             raise UserError(f"{model} has no such revision; see its branches and tags on the Hub") from error
+        status = next(filter(None, map(http_status, chain)), None)
+        if status == 401:
+            said = f"the Hub does not take the token, to see {model}; run hf auth login, or mend HF_TOKEN"
+            raise UserError(said) from error
+        if status in PASSING:
+            said = f"the Hub is busy or in trouble (HTTP {status}); ask for {model} again later"
+            raise EnvironmentFailure(said) from error
         # Without memory, the interpreter can fail before it has an error to raise.
         if caused_by(MemoryError, SystemError, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise EnvironmentFailure(f"{model} does not fit into memory; try a narrower --dtype") from error
@@ -213,6 +221,11 @@ def one_line_errors(model: str | Path) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno and not isinstance(error, FileNotFoundError):
             raise EnvironmentFailure(f"cannot read {model}: {error.strerror}") from error
         raise UserError(f"cannot load {model} ({type(error).__name__}): {first_line(error)}") from error
+
+
+def http_status(error: BaseException) -> int | None:
+    """The status of the answer that an error of the Hub's client stands for, if any."""
+    return getattr(getattr(error, "response", None), "status_code", None)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -12,10 +12,11 @@ from typing import Any
 from .. import __version__
 from ..common.atomic import check_output, check_room, output_directory, real_path, siblings
 from ..common.errors import UserError
+from ..common.kvcache import attention_kind, kv_bytes_per_token, kv_elements
 from ..common.progress import Progress
 from ..common.sources import read_json
 from .checkpoint import INDEX
-from .headers import ITEM_BYTES
+from .headers import FLOATS, ITEM_BYTES, main_dtype
 from .sidefiles import copy_side_files, hash_files
 from .source import Source
 from .stream import Output, shard_names, split_by_size, write_weights
@@ -74,6 +75,7 @@ def write_directory(
     overwrite: bool,
     hashing: bool,
     progress: Progress | None,
+    asked: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write a checkpoint directory; it appears whole or not at all.
 
@@ -81,6 +83,7 @@ def write_directory(
         config: the new config.json.
         recipe: how the weights were made, for the record.
         dropped: the source's tensors that have no successor.
+        asked: what the user asked for, see `request.asked_for`; a recipe says what it came to.
 
     Returns:
         The source's files that were left out, because they would be stale beside the new weights.
@@ -99,6 +102,7 @@ def write_directory(
         record = {
             "format_version": FORMAT_VERSION,
             "recipe": recipe,
+            **({} if asked is None else {"asked": dict(asked)}),
             "versions": _versions(),
             "source": _source_record(source),
             "computed": [out.name for _, outputs, _ in layout for out in outputs if out.make],
@@ -115,10 +119,22 @@ def _versions() -> dict[str, str]:
 
 
 def _source_record(source: Source) -> dict[str, Any]:
-    record = {key: value for key, value in asdict(source.origin).items() if value}
+    record: dict[str, Any] = {key: value for key, value in asdict(source.origin).items() if value}
+    record["cache"] = _cache_of(source)
     if (source.folder / RECORD).is_file():  # converted before: the whole history stays
         record["record"] = read_json(source.folder / RECORD, "record of an earlier conversion")
     return record
+
+
+def _cache_of(source: Source) -> dict[str, Any]:
+    """What the source caches: whoever has only the result cannot know."""
+    config, stored = source.config, main_dtype(source.checkpoint.tensors.values())
+    return {
+        "attention_kind": attention_kind(config),
+        "kv_elements_per_token_per_layer": kv_elements(config),
+        "kv_bytes_per_token": kv_bytes_per_token(config, ITEM_BYTES[stored]),
+        "dtype": FLOATS.get(stored, stored),
+    }
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -24,7 +24,7 @@ from .merge.apply import members, merge_stored
 from .merge.layers import LayerMerges
 from .merge.methods import find_method
 from .merge.whole_heads import Knobs
-from .request import doubts, rehearse, request, said_of
+from .request import asked_for, doubts, rehearse, request, said_of
 from .source import Source, open_source
 from .stream import Output, cast
 
@@ -134,6 +134,7 @@ def convert_gqa(
         UserError: the source cannot be converted, or `out` may not be written. Nothing was written.
         EnvironmentFailure: no room on the disk, or the Hub cannot be reached.
     """
+    asked_of_user = asked_for(convert_gqa, locals())
     check_paths(str(src), str(out), overwrite=overwrite)
     src, out = str(src), Path(out)
     row = find_method(method)
@@ -222,6 +223,7 @@ def convert_gqa(
                 overwrite=overwrite,
                 hashing=hash,
                 progress=advance,
+                asked=asked_of_user,
             )
     return replace(report, files_left_out=left_out)
 

@@ -14,7 +14,7 @@ from .families import FAMILIES
 from .headers import FLOATS, main_dtype
 from .latent_families import DEEPSEEK, PREFIX
 from .latent_form import Form
-from .request import check_writing
+from .request import asked_for, check_writing
 from .source import Source, open_source
 from .stream import Output
 
@@ -75,6 +75,7 @@ def convert_plain(
         UserError: the source is not an export of kvfold, or `out` may not be written. Nothing was written.
         EnvironmentFailure: no room on the disk, or the Hub cannot be reached.
     """
+    asked_of_user = asked_for(convert_plain, locals())
     check_paths(str(src), str(out), overwrite=overwrite)
     src, out = str(src), Path(out)
     check_writing(dtype, max_shard_size)
@@ -116,6 +117,7 @@ def convert_plain(
                 overwrite=overwrite,
                 hashing=hash,
                 progress=advance,
+                asked=asked_of_user,
             )
     return replace(report, files_left_out=left_out)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..common.errors import UserError
+from ..common.text import HUB, builtin_kinds
 from .calibration.knobs import Calibration, RefineKnobs
-from .calibration.text import CalibText
+from .calibration.text import NO_TEXT, CalibText
 from .headers import FLOATS
 from .source import Source
 
@@ -55,6 +57,41 @@ class Request:
     @property
     def calibrates(self) -> bool:
         return self.compares and not self.weights_only
+
+
+# Options of a conversion that say where and how it is done, and not what comes of it.
+_BESIDE_THE_RESULT = frozenset(
+    {"src", "out", "revision", "overwrite", "dry_run", "hash", "progress", "calib_batch_size", "device", "offload"}
+)
+
+
+def asked_for(convert: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a conversion was asked for beside its defaults, as plain data, so that its command can be written again.
+
+    Texts and files are named without the folders in which a user keeps them.
+
+    Args:
+        convert: the function.
+        given: its arguments by name, such as its `locals()`.
+    """
+    asked = {}
+    for name, parameter in inspect.signature(convert).parameters.items():
+        value = given[name]
+        value = list(value) if isinstance(value, list | tuple) else value
+        default = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
+        if name not in _BESIDE_THE_RESULT and value != default:
+            asked[name] = value
+    if "calib" in asked:
+        texts = asked["calib"]
+        asked["calib"] = [text_name(text) for text in ([texts] if isinstance(texts, str) else texts)]
+    if "stats" in asked:
+        asked["stats"] = Path(asked["stats"]).name
+    return asked
+
+
+def text_name(text: str) -> str:
+    """What may be published of how a user named a text."""
+    return text if text == NO_TEXT or text.startswith(HUB) or builtin_kinds(text) else Path(text).name
 
 
 def check_writing(dtype: str | None, max_shard_size: int | None) -> None:

@@ -20,7 +20,7 @@ from ..demands import check_engine
 from ..directory import check_paths, lay_out, write_directory
 from ..families import Promise, Sizes
 from ..latent_families import KNOWN, PREFIX
-from ..request import Request, doubts, rehearse, request, said_of
+from ..request import Request, asked_for, doubts, rehearse, request, said_of
 from ..rotary import rotary_of
 from ..source import Source, open_source
 from ..stream import Output
@@ -108,6 +108,7 @@ def convert_mla(
             written.
         EnvironmentFailure: no room on the disk, or the Hub cannot be reached.
     """
+    asked_of_user = asked_for(convert_mla, locals())
     check_paths(str(src), str(out), overwrite=overwrite)
     src, out = str(src), Path(out)
     if form not in FORMS:
@@ -219,6 +220,7 @@ def convert_mla(
                 overwrite=overwrite,
                 hashing=hash,
                 progress=advance,
+                asked=asked_of_user,
             )
     return replace(report, files_left_out=left_out)
 
