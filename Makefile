@@ -8,7 +8,7 @@ JOBS ?= 2
 INSTALLED := $(VENV)/.kvfold-installed
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test style quality real engines bench
+.PHONY: setup demo test lanes style quality real engines bench
 
 setup: $(INSTALLED)
 
@@ -23,6 +23,11 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+# What takes minutes: the embedded recipe from conversion to a Hub on this machine, also killed again and again, and every
+# command of the documents.
+lanes: setup
+	$(BIN)/python -m pytest -v tests/lanes/pipeline.py tests/lanes/documented.py
 
 style: setup
 	$(BIN)/ruff check --fix .

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..common.atomic import Kind, check_output, check_room, output_directory, real_path
 from ..common.errors import UserError
@@ -215,6 +215,45 @@ def publish(
         folder="",
         warnings=[*warnings, *done.warnings],
     )
+
+
+def foresee(
+    source: str,
+    repo_id: str,
+    *,
+    kind: Literal["folder", "gguf", "hub"],
+    source_revision: str | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    accept_license: bool = False,
+    private: bool = False,
+    **others: Any,
+) -> None:
+    """Refuse, before a result is made, what `publish` would refuse because of its source, its name, or a missing token.
+
+    Args:
+        source: what the result will be made of, and the `kind` of source that it is.
+        source_revision: of a Hub id.
+        others: whatever else is said of the publication, which decides nothing here.
+
+    Raises:
+        UserError: see `publish`.
+    """
+    from .client import hub_client
+    from .upload import check_repo_id
+
+    check_repo_id(repo_id)
+    hub_client()
+    head, card = Head(), None
+    if kind == "folder" and (readme := Path(source) / README).is_file():
+        head = read_head(readme.read_bytes())
+    base = source if kind == "hub" else base_model
+    if base and license is None and not head.license:
+        card = _head_on_hub(base, source_revision if kind == "hub" else None, cached=False)
+    licence = find_licence(head, given=license, base=base, hub=card, name=source)
+    gated = head.gated or (card is not None and card.gated)
+    check_licence(licence, accepted=accept_license, gated=gated, name=source)
+    check_name(licence, repo_id, private=private)
 
 
 def _doubts(facts: Facts, licence: Licence, files: Sequence[str], unhashed: Sequence[str]) -> list[str]:

@@ -149,6 +149,8 @@ class _Run:
         self._check_taken(from_)
         for work in todo:  # before anything is done: not after hours of what goes before
             self._check_replacing(work, known_inputs=False)
+        if any(work.stage == "publish" for work in todo):
+            self._check_publication()
         write_recipe(self.pipeline, self.record.folder / RECIPE)
         reports = []
         for number, work in enumerate(todo, 1):
@@ -183,6 +185,14 @@ class _Run:
                 raise UserError(
                     f"--from {from_} takes what {work.stage} made, and there is no {work.makes}; leave it out"
                 )
+
+    def _check_publication(self) -> None:
+        """Refuse to begin what could not be published in the end."""
+        from ...publish.publish import foresee
+
+        source = self.pipeline.model
+        commit = self.place.commit
+        foresee(source, kind=source_kind(source, commit), source_revision=commit, **self.pipeline.sections["publish"])
 
     def _commit(self, model: str, revision: str | None) -> str | None:
         """The commit of a Hub id, the first time that a run asks; None for a path."""

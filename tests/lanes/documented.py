@@ -49,7 +49,8 @@ def workplace(tmp_path):
     (tmp_path / "my-task.jsonl").write_text(*blocks("json", JUDGING))
     convert_gqa(tmp_path / "my-model", tmp_path / "my-gqa", kv_heads=2, method="mean")
     sizes = {"kv_rank": 104, "rope_dim": 24, "rope_select": "high"}
-    convert_mla(tmp_path / "my-model", tmp_path / "my-mla", calib=["none"], **sizes)
+    padded = {"readers": ["vllm"], "pad_to_engine": True}
+    convert_mla(tmp_path / "my-model", tmp_path / "my-mla", calib=["none"], **sizes, **padded)
     convert_mla(tmp_path / "my-model", tmp_path / "my-plain", calib=["none"], form="plain", **sizes)
     return tmp_path
 

@@ -27,6 +27,7 @@ eval:
   text: [builtin]
   window: 64
 publish:
+  license: mit
 """
 ALL = ["convert", "uptrain", "verify", "report", "publish"]
 REPO = "publish.repo_id=me/it"
@@ -75,6 +76,7 @@ def kvfold(tmp_path, monkeypatch):
     (tmp_path / "model/config.json").write_text("{}")
     (tmp_path / "text.txt").write_text("text")
     (tmp_path / "r.yaml").write_text(RECIPE.format(source="model", data="text.txt"))
+    monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
     stand_in = Kvfold()
     monkeypatch.setattr(module, "launch", stand_in)
     return stand_in
@@ -107,7 +109,7 @@ def test_the_commands(kvfold, tmp_path):
         f"uptrain {at}/recipe.yaml model={at}/converted out={at}/healed run_dir={at}/healed.run",
         f"verify model {at}/healed --text builtin --window 64 --max-ratio 2.0",
         f"report model {at}/converted {at}/healed -o {at}/report --title r --text builtin --window 64 --max-ratio 2.0",
-        f"publish {at}/healed me/it --recipe {at}/recipe.yaml --report {at}/report --private",
+        f"publish {at}/healed me/it --recipe {at}/recipe.yaml --report {at}/report --license mit --private",
     ]
     assert (at / "recipe.yaml").read_text().startswith("# Title\nsource:\n  model: model\n")
 
@@ -264,6 +266,24 @@ def test_a_dry_run_does_nothing(kvfold, tmp_path):
     run_recipe("r.yaml", until="convert")
     assert states(run_recipe("r.yaml", dry_run=True))["convert"] == "done before"
     assert kvfold.log == ["convert"]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "readme", "said"),
+    [
+        (["publish.license=gemma"], "", "gemma.*say --accept-license"),
+        ([], "---\nlicense: llama3.1\n---\n", "llama3.1.*say --accept-license"),
+        (["publish.repo_id=me/it/too"], "", "me/it/too"),
+    ],
+)
+def test_what_could_not_be_published_is_not_begun(kvfold, tmp_path, pairs, readme, said):
+    (tmp_path / "model/README.md").write_text(readme)
+    if readme:
+        (tmp_path / "r.yaml").write_text((tmp_path / "r.yaml").read_text().replace("  license: mit\n", ""))
+    with pytest.raises(UserError, match=said):
+        run_recipe("r.yaml", [REPO, *pairs])
+    assert kvfold.log == []
+    run_recipe("r.yaml", [REPO, *pairs], until="report")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format_version": 2}', '{"format_version": 1, "steps": {"convert": 3}}'])
