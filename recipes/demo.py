@@ -58,6 +58,7 @@ Try next:
   kvfold verify {model} my-mla --text builtin --max-windows 40
   kvfold check my-mla --engine vllm
   kvfold uptrain model=my-gqa out=my-healed teacher={model} tokens=1e5 --dry-run
+  kvfold run embedded-gqa
 and then the same with a checkpoint of yours in the place of {model}."""
 
 

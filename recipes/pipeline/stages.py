@@ -167,7 +167,8 @@ def _uptrain(pipeline: Pipeline, place: Place) -> list[Work]:
     model, out = place / CONVERTED, place / HEALED
     recipe = pipeline.uptraining(model, out)
     taught = [SOURCE] if recipe.teacher == pipeline.model else []
-    by_content = {"model", "revision", *(("teacher", "teacher_revision") if taught else ())}
+    others = {"teacher": recipe.teacher} if recipe.teacher and not taught and Path(recipe.teacher).exists() else {}
+    by_content = {"model", "revision", *(("teacher", "teacher_revision") if taught or others else ())}
     settings = {key: value for key, value in recipe.identity().items() if key not in by_content}
     return [
         Work(
@@ -176,7 +177,7 @@ def _uptrain(pipeline: Pipeline, place: Place) -> list[Work]:
             ("uptrain", place / RECIPE, f"model={model}", f"out={out}", f"run_dir={out}{RUN_SUFFIX}"),
             overwrite="--overwrite",
             settings=json.loads(json.dumps(settings)),
-            reads=_reads(place, CONVERTED, *taught, texts=recipe.data),
+            reads=_reads(place, CONVERTED, *taught, texts=recipe.data) | others,
             makes=place.folder / HEALED,
             works_in=place.folder / f"{HEALED}{RUN_SUFFIX}",
             costly=True,
