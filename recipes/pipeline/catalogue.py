@@ -43,12 +43,14 @@ def find_recipe(name: str | Path) -> Path:
     Raises:
         UserError: it is neither.
     """
-    path = Path(name)
-    if path.is_file() or str(name) not in (names := recipe_names()):
-        if path.exists() or path.suffix in (".yaml", ".yml"):
-            return path  # whoever reads it says best what is wrong with it
-        raise UserError(f"no recipe {str(name)!r}{did_you_mean(str(name), names)}; a file of yours is named *.yaml")
-    return RECIPES / f"{name}.yaml"
+    path, names = Path(name), recipe_names()
+    if path.exists() and not (path.is_dir() and str(name) in names):  # the folder of a run has the recipe's name
+        return path
+    if str(name) in names:
+        return RECIPES / f"{name}.yaml"
+    if path.suffix in (".yaml", ".yml"):
+        raise UserError(f"recipe {name} does not exist; kvfold recipes ls names those that come with kvfold")
+    raise UserError(f"no recipe {str(name)!r}{did_you_mean(str(name), names)}; a file of yours is named *.yaml")
 
 
 def entries() -> list[Entry]:
@@ -79,6 +81,8 @@ def copy_recipe(name: str, folder: Path) -> Path:
     """
     if name not in (names := recipe_names()):
         raise UserError(f"no recipe {name!r}{did_you_mean(name, names)}")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; name the folder to copy to")
     copy = folder / f"{name}.yaml"
     with output_file(copy) as file:
         file.write((RECIPES / f"{name}.yaml").read_bytes())

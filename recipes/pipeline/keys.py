@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from ...common.errors import UserError, did_you_mean
 from ...common.loading import DTYPES, FLOATS
-from ...common.typed import AT_LEAST_0, AT_LEAST_1, POSITIVE, Kind, Rule, kinds_of
+from ...common.typed import AT_LEAST_0, AT_LEAST_1, POSITIVE, Kind, Rule, kinds_of, typed
 from ...uptrain.recipe import Recipe
 
 Keys = Mapping[str, Kind]
@@ -122,6 +122,5 @@ def keys_of(section: str, to: object, where: str = "") -> Keys:
         raise UserError(f"{where}unknown section {section!r}{did_you_mean(section, SECTIONS)}")
     if section != "convert" or to is None:
         return SECTIONS[section]
-    if to not in CONVERSIONS:
-        raise UserError(f"{where}convert.to is {to!r}{did_you_mean(str(to), CONVERSIONS)}")
-    return {**_TO, **CONVERSIONS[str(to)]}
+    name = typed(f"{where}convert.to", to, _TO["to"])
+    return {**_TO, **CONVERSIONS[name]}

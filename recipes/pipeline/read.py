@@ -139,7 +139,7 @@ def _at_home(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _head(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     end = next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))
     return "\n".join(lines[:end])
 

@@ -81,7 +81,9 @@ def test_uptrain_reads_its_section_of_it(write):
         (("kv-heads", "kv_haeds"), [], r"convert\.unknown key 'kv_haeds'; did you mean kv_heads\?"),
         (("kv-heads: 2", "kv_elements: 2"), [], "unknown key 'kv_elements'"),
         (("uptrain:", "uptrian:"), [], r"unknown section 'uptrian'; did you mean uptrain\?"),
-        (("to: gqa", "to: gpa"), [], r"convert\.to is 'gpa'; did you mean gqa\?"),
+        (("to: gqa", "to: gpa"), [], r"unknown .*convert\.to 'gpa'; did you mean gqa\?"),
+        (("to: gqa", "to: [gqa]"), [], r"convert\.to is \['gqa'\]; it must be text"),
+        (("to: gqa", "to: {a: b}"), [], r"convert\.to is \{'a': 'b'\}; it must be text"),
         (("  to: gqa\n", ""), [], "convert.to is missing; one of gqa, mla"),
         (("  kv-heads: 2\n", ""), [], "its size is missing; write convert.kv_heads"),
         (("kv-heads: 2", "kv-heads: two"), [], "convert.kv-heads is 'two'; it must be a whole number"),
@@ -123,6 +125,19 @@ def test_recipes_of_either_kind_are_validated(write):
         validate(write("model: m\nout: o\nstepps: 3\n", "flat.yaml"))
 
 
+def test_files_in_strange_letters(tmp_path):
+    (tmp_path / "r.yaml").write_bytes(WHOLE.replace("A title", "\u00dcber").encode("utf-16"))
+    assert read_pipeline(tmp_path / "r.yaml").sections["convert"]["kv_heads"] == 2
+    (tmp_path / "r.yaml").write_bytes(b"\xff" + WHOLE.encode())
+    with pytest.raises(UserError, match="is not YAML in UTF-8"):
+        read_pipeline(tmp_path / "r.yaml")
+
+
+def test_a_folder_of_a_run_is_not_taken_for_its_recipe(write, tmp_path):
+    (tmp_path / "embedded-gqa").mkdir()
+    assert read_pipeline("embedded-gqa").name == "embedded-gqa"
+
+
 def test_no_such_recipe(write):
     with pytest.raises(UserError, match=r"no recipe 'embeded-gqa'; did you mean embedded-gqa\?"):
         find_recipe("embeded-gqa")
@@ -148,4 +163,6 @@ def test_the_catalogue(tmp_path):
         copy_recipe("embedded-gqa", tmp_path)
     with pytest.raises(UserError, match="no recipe"):
         copy_recipe("../tiny", tmp_path)
+    with pytest.raises(UserError, match="is a file; name the folder"):
+        copy_recipe("embedded-gqa", copy)
     assert json.dumps(found["embedded-gqa"].to)
