@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..common.atomic import check_room
+from ..common.embedded import last_part
 from ..common.sources import one_line_errors, quiet, source_kind
 from .checkpoint import Checkpoint
 from .config import StoredConfig
@@ -84,7 +85,7 @@ def open_source(source: str, *, revision: str | None = None) -> Iterator[Source]
     """
     kind = source_kind(source, revision)
     if kind == "folder":
-        yield _open(source, Path(source), Origin(Path(source).resolve().name))
+        yield _open(source, Path(source), Origin(last_part(source)))
     elif kind == "gguf":
         with dequantised(Path(source)) as folder:
             yield _open(source, folder, Origin(Path(source).name))

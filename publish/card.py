@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from .. import __version__
+from ..common.embedded import EMBEDDED
 from ..common.text import BUILTIN, HUB
 from ..convert.check import CheckReport
 from ..eval.report.plain import cleaned, plain
@@ -200,7 +201,7 @@ def _body(
 def _source(facts: Facts) -> str:
     """What it was made from: a link where it is on the Hub."""
     if not facts.base:
-        return f"A local checkpoint, {words(facts.source)},"
+        return "The model inside kvfold," if facts.source == EMBEDDED else f"A local checkpoint, {words(facts.source)},"
     commit = facts.base_revision
     at = f" at commit `{commit[:12]}`" if commit and commit.isalnum() else ""
     return f"[{words(facts.base)}](https://huggingface.co/{facts.base}){at}"
@@ -321,7 +322,8 @@ def _protocol(report: Report | None) -> str:
 
 def _made(facts: Facts, *, exact: bool) -> str:
     name = words(facts.source)
-    said = "" if facts.base else f" {name} is a checkpoint on the machine that made it."
+    known = facts.base or facts.source == EMBEDDED
+    said = "" if known else f" {name} is a checkpoint on the machine that made it."
     rest = "" if exact else " The record of a step is too old to tell every option; what it tells is said."
     return f"By these commands (files are named without their folders):{said}{rest}"
 

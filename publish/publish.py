@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..common.atomic import Kind, check_output, check_room, output_directory, real_path
+from ..common.embedded import EMBEDDED
 from ..common.errors import UserError
 from ..common.progress import Stages, silent
 from ..convert.directory import RECORD
@@ -269,7 +270,7 @@ def _doubts(facts: Facts, licence: Licence, files: Sequence[str], unhashed: Sequ
     ]
     if unhashed:
         found.append(f"{len(unhashed)} files were written with --no-hash, so nothing says whether they are whole")
-    if not facts.base:
+    if not facts.base and facts.source != EMBEDDED:
         found.append(f"the base model is only known as {facts.source}; if it is on the Hub, say --base-model ID")
     if facts.is_plain:
         found.append("this is the plain form, which only kvfold reads; kvfold convert mla makes an export of it")

@@ -28,6 +28,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from ..common.atomic import check_room, working_folder
+from ..common.embedded import last_part
 from ..common.errors import EnvironmentFailure, UserError
 from ..common.kvcache import fit_context
 from ..common.loading import load_model, load_tokenizer
@@ -511,4 +512,4 @@ def _signals() -> Iterator[list[int]]:
 
 
 def _last_part(name: str | None) -> str | None:
-    return Path(name).name if name and Path(name).exists() else name
+    return last_part(name) if name and Path(name).exists() else name

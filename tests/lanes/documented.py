@@ -19,7 +19,8 @@ from kvfold.recipes.pipeline.catalogue import recipe_names
 from kvfold.recipes.tiny import MODEL_DIR
 
 from ..hub import environment, hub_server
-from ..test_readme import JUDGING, blocks
+from ..test_readme import JUDGING, TEST_COMMAND, blocks
+from ..test_readme import run as shell
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -104,3 +105,19 @@ def test_the_launch_commands_of_a_recipe(name, workplace):
         for line in lines:
             elsewhere = "" if name.startswith("embedded") else " source.model=embedded"
             run(f"{smaller(line)}{elsewhere} --dry-run", workplace, reader(hub, workplace / "home"))
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
+def test_make_targets(tmp_path):
+    """`make demo` runs on the environment at hand: setting up another is what CI does before this test."""
+    targets = [c for block in blocks("bash") for c in block.splitlines() if c.startswith("make ") and c != TEST_COMMAND]
+    assert targets == ["make demo"]
+    stamp = f"{sys.prefix}/.kvfold-installed"
+    said = shell(f"{targets[0]} --old-file={stamp} VENV={sys.prefix}", ROOT)
+    assert "perplexity" in said
+    shown = blocks("text")[0].splitlines()  # figures move with the Python version, headings and names do not
+    printed = [line.rstrip() for line in said.splitlines()]
+    assert shown[0] in printed
+    assert [line.split()[0] for line in shown] == [
+        line.split()[0] for line in printed[printed.index(shown[0]) :][: len(shown)]
+    ]
