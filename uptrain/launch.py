@@ -102,13 +102,7 @@ def launch_command(
     for source, revision in ((recipe.model, recipe.revision), (recipe.teacher, recipe.teacher_revision)):
         if source:
             source_kind(source, revision)
-    accelerate = accelerate or recipe.accelerate
-    settings = None if accelerate is None else read_settings(accelerate)
-    asked = _asked(recipe, num_processes)
-    gpus = 0 if _wants_cpu(recipe, settings) else _count_gpus()
-    processes = _count_processes(recipe, settings, asked, gpus)
-    if processes > 1 and settings is None and gpus:
-        settings = read_settings("ddp")
+    settings, processes, gpus = spread(recipe, accelerate=accelerate, num_processes=num_processes)
     overrides = [*overrides, f"processes={processes}"]
     read_recipe(config, overrides)  # whether the windows of a step divide among them
 
@@ -121,6 +115,24 @@ def launch_command(
         if processes > 1:  # or each would start as many threads as there are cores
             env.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // -(-processes // machines))))
     return Command((sys.executable, "-m", *_starter(settings, processes, bool(gpus)), *run), env)
+
+
+def spread(
+    recipe: Recipe, *, accelerate: str | Path | None = None, num_processes: int | None = None
+) -> tuple[Settings | None, int, int]:
+    """How a run is spread: its accelerate config, its processes over all machines, and the GPUs of this one.
+
+    Raises:
+        UserError: that cannot be here.
+    """
+    accelerate = accelerate or recipe.accelerate
+    settings = None if accelerate is None else read_settings(accelerate)
+    asked = _asked(recipe, num_processes)
+    gpus = 0 if _wants_cpu(recipe, settings) else _count_gpus()
+    processes = _count_processes(recipe, settings, asked, gpus)
+    if processes > 1 and settings is None and gpus:
+        settings = read_settings("ddp")
+    return settings, processes, gpus
 
 
 def launch_run(command: Command) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,10 +20,11 @@ from ...common.errors import CheckFailed, EnvironmentFailure, KvfoldError, UserE
 from ...common.launcher import Command, launch, wait_for_orphan
 from ...common.sources import one_line_errors, quiet, source_kind
 from ...common.status import Stopped
+from ...uptrain.launch import spread
 from ...uptrain.recipe import SOURCE
 from .read import Pipeline, read_pipeline
 from .record import Record, Step
-from .stages import RECIPE, STAGES, Place, Work, works
+from .stages import CONVERTED, HEALED, RECIPE, STAGES, Place, Work, works
 
 STEPS = "steps"  # the folder of what the commands printed
 _SHORT_OF_MEMORY = "lower a batch size, or set calibrate.offload or uptrain.gradient_checkpointing"
@@ -149,8 +151,7 @@ class _Run:
         self._check_taken(from_)
         for work in todo:  # before anything is done: not after hours of what goes before
             self._check_replacing(work, known_inputs=False)
-        if any(work.stage == "publish" for work in todo):
-            self._check_publication()
+        self._foresee({work.stage for work in todo})
         write_recipe(self.pipeline, self.record.folder / RECIPE)
         reports = []
         for number, work in enumerate(todo, 1):
@@ -162,6 +163,7 @@ class _Run:
                 self.say(f"{work.name} ({number} of {len(todo)}): {work.line}")
                 self._do(work, asked)
             reports.append(self._report(work, "done before" if before else "done"))
+        self.record.save()  # with what was found to be done, and the hashes that told
         return self._sum(reports, dry_run=False)
 
     def rehearse(self, until: str | None, from_: str | None) -> RunReport:
@@ -186,13 +188,21 @@ class _Run:
                     f"--from {from_} takes what {work.stage} made, and there is no {work.makes}; leave it out"
                 )
 
-    def _check_publication(self) -> None:
-        """Refuse to begin what could not be published in the end."""
+    def _foresee(self, stages: Collection[str]) -> None:
+        """Refuse to begin what could not be trained here, or not be published in the end.
+
+        Raises:
+            UserError: says why.
+        """
         from ...publish.publish import foresee
 
-        source = self.pipeline.model
-        commit = self.place.commit
-        foresee(source, kind=source_kind(source, commit), source_revision=commit, **self.pipeline.sections["publish"])
+        trained = self.record.steps.get("uptrain")
+        if "uptrain" in stages and (trained is None or trained.state != "done"):
+            spread(self.pipeline.uptraining(self.place / CONVERTED, self.place / HEALED))
+        if "publish" in stages:
+            source, commit = self.pipeline.model, self.place.commit
+            kind = source_kind(source, commit)
+            foresee(source, kind=kind, source_revision=commit, **self.pipeline.sections["publish"])
 
     def _commit(self, model: str, revision: str | None) -> str | None:
         """The commit of a Hub id, the first time that a run asks; None for a path."""
@@ -229,10 +239,7 @@ class _Run:
             if step.state == "done" and found == step.made:
                 return True
             if step.state == "running" and work.makes and found not in ("", step.replaced):
-                step.state, step.made = (
-                    "done",
-                    found,
-                )  # killed between the last thing that it did and our writing it down
+                step.state, step.made = "done", found  # killed before that was written down
                 return True
         self._check_replacing(work)
         return False
@@ -278,10 +285,12 @@ class _Run:
         """
         before = self.record.steps.get(work.name)
         found = self._made(work)
-        if before is None or _difference(before.asked, asked):
-            before = Step(work.stage, "running", work.line, asked)
-            if work.works_in:
+        if before is not None and _difference(before.asked, asked):
+            before = None
+            if work.works_in:  # of another training, that is not to be gone on with
                 _remove(work.works_in)
+        if before is None:
+            before = Step(work.stage, "running", work.line, asked)
         step = replace(
             before, state="running", command=work.line, replaced=found, attempts=before.attempts + 1, status=0
         )
@@ -309,9 +318,15 @@ class _Run:
             status = launch(command, stdout=file, started=started, short_of_memory=_SHORT_OF_MEMORY)
             if status > 128:
                 raise Stopped(status - 128, f"{work.name} is not done, and {_GO_ON}")
-            if status:  # what was wrong, the command has said itself
-                kind = _FAILURES.get(status, KvfoldError)
-                raise kind(f"{work.stage} ended with status {status}, as said above; once that is mended, {_GO_ON}")
+            if status != CheckFailed.exit_status:  # which comes with figures
+                self._refuse(work, status)
+        self._refuse(work, status)
+
+    def _refuse(self, work: Work, status: int) -> None:
+        """Raise what a status stands for, if it is not 0; what was wrong, the command has said itself."""
+        if status:
+            kind = _FAILURES.get(status, KvfoldError)
+            raise kind(f"{work.stage} ended with status {status}, as said above; once that is mended, {_GO_ON}")
 
     def _report(self, work: Work, state: Literal["done", "done before", "to do"]) -> StepReport:
         step, printed = self.record.steps.get(work.name), self._printed(work)
@@ -340,9 +355,12 @@ class _Run:
 
 
 def write_recipe(pipeline: Pipeline, path: Path) -> None:
-    """Write a recipe with everything that was said on the command line in its place."""
+    """Write a recipe with everything that was said on the command line in its place, unless it stands there."""
     import yaml
 
+    with suppress(UserError):
+        if path.exists() and read_pipeline(path).sections == pipeline.sections:
+            return
     plain = {
         section: {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         for section, values in pipeline.sections.items()

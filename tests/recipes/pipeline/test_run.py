@@ -12,6 +12,7 @@ from kvfold.common.errors import CheckFailed, EnvironmentFailure, KvfoldError, U
 from kvfold.common.status import Stopped
 from kvfold.recipes.pipeline import run as module
 from kvfold.recipes.pipeline.run import run_recipe
+from kvfold.uptrain import launch
 
 RECIPE = """# Title
 source:
@@ -165,6 +166,7 @@ def test_statuses_are_handed_on(kvfold, status, kind):
         run_recipe("r.yaml", [REPO])
     assert caught.value.exit_status == status
     assert kvfold.log == ["convert", "uptrain", "verify"]  # nothing is published
+    assert Path("r/steps/eval.json").exists() == (status == 1)  # with which figures come
 
 
 def test_what_took_long_is_made_anew_only_if_asked_for(kvfold, tmp_path):
@@ -284,6 +286,38 @@ def test_what_could_not_be_published_is_not_begun(kvfold, tmp_path, pairs, readm
         run_recipe("r.yaml", [REPO, *pairs])
     assert kvfold.log == []
     run_recipe("r.yaml", [REPO, *pairs], until="report")
+
+
+def test_what_cannot_be_trained_here_is_not_begun(kvfold, monkeypatch):
+    monkeypatch.setattr(launch, "_count_gpus", lambda: 2)
+    for pairs, said in (
+        (
+            ["uptrain.accelerate=fsdp2", "uptrain.processes=8", "uptrain.batch_size=8"],
+            "8 processes a machine and 2 GPUs",
+        ),
+        (["uptrain.accelerate=fspd2"], r"no accelerate config 'fspd2'; did you mean fsdp2\?"),
+    ):
+        with pytest.raises(UserError, match=said):
+            run_recipe("r.yaml", pairs)
+    assert kvfold.log == []
+
+
+def test_a_recipe_that_says_the_same_keeps_its_comments(kvfold, tmp_path):
+    run_recipe("r.yaml", until="convert")
+    recipe = tmp_path / "r/recipe.yaml"
+    recipe.write_text(recipe.read_text() + "# a remark of mine\n")
+    run_recipe("r.yaml", until="uptrain")
+    assert recipe.read_text().endswith("# a remark of mine\n")
+    run_recipe("r.yaml", ["eval.window=32"])
+    assert "window: 32" in recipe.read_text()
+
+
+def test_a_folder_that_no_step_made_is_not_removed(kvfold, tmp_path):
+    run_recipe("r.yaml", until="convert")
+    (tmp_path / "r/healed.run").mkdir()
+    (tmp_path / "r/healed.run/mine").write_text("mine")
+    run_recipe("r.yaml", overwrite=True)
+    assert (tmp_path / "r/healed.run/mine").exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format_version": 2}', '{"format_version": 1, "steps": {"convert": 3}}'])
