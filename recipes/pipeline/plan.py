@@ -500,6 +500,8 @@ def _teacher(recipe: Recipe, source: str, of_source: _Model, config: Any | None)
 
 def _spread(recipe: Recipe, asked: int | None) -> tuple[str, int, int, str]:
     """How the processes share the work, how many there are, on how many machines, and on what type of device."""
+    if asked is not None and asked < 1:
+        raise UserError(f"--num-processes is {asked}; it must be at least 1")
     settings = read_settings(recipe.accelerate) if recipe.accelerate else None
     processes = asked or recipe.processes or (settings.processes if settings else None) or 1
     device = "cpu" if recipe.device == "cpu" or (settings and settings.on_cpu) else "cuda"

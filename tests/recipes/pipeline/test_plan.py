@@ -257,6 +257,7 @@ def test_a_section_is_missing(name):
     ("knobs", "said"),
     [
         ({"utilization": 1.5}, "--utilization is 1.5; it must be more than 0 and at most 1"),
+        ({"processes": 0}, "--num-processes is 0; it must be at least 1"),
         ({"device_memory": 0}, "--device-memory is 0"),
         ({"device_flops": float("nan")}, "--device-flops is nan"),
     ],
