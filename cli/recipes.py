@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ..common.errors import EnvironmentFailure
 from ..common.output import print_report, print_table
 from . import options
 
@@ -79,8 +80,16 @@ def plan(
     from ..recipes.pipeline.read import read_pipeline
 
     pipeline = read_pipeline(recipe, overrides)
-    found = read_any_config(config) if config else read_any_config(pipeline.model, pipeline.revision)
+    try:
+        found = read_any_config(config) if config else read_any_config(pipeline.model, pipeline.revision)
+    except EnvironmentFailure as error:
+        raise EnvironmentFailure(f"{error}, or give a folder with its config.json by --config") from None
     planned = plan_recipe(pipeline.sections, found, **knobs)  # type: ignore[arg-type]
     print_report(planned, as_json=as_json)
     if not as_json:
-        print("", *said(planned), sep="\n")
+        print(
+            "",
+            *said(planned),
+            "Of the uptraining; calibration, refinement, eval and report come on top.",
+            sep="\n",
+        )

@@ -42,6 +42,6 @@ def run(recipe: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool, *
     print()
     print_table([asdict(step) for step in report.results], _COLUMNS)
     if dry_run:
-        print("", *(step.command for step in report.results), sep="\n")
+        print("", *(step.command for step in report.results if step.state == "to do"), sep="\n")
     for note in report.notes:
         print(f"\n{note}")

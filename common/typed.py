@@ -112,11 +112,12 @@ def plain_key(key: Any) -> str:
     return str(key).strip().replace("-", "_")
 
 
-def typed_table(table: Mapping[Any, Any], known: Mapping[str, Kind], where: str) -> dict[str, Any]:
+def typed_table(table: Mapping[Any, Any], known: Mapping[str, Kind], where: str, section: str = "") -> dict[str, Any]:
     """A table of texts as the values that its keys take.
 
     Args:
         where: what an error begins with, such as the file's name and a colon.
+        section: what the keys are called by there, such as `convert.`.
 
     Raises:
         UserError: a key is unknown or stands there in two spellings, or a value is of the wrong type.
@@ -125,10 +126,10 @@ def typed_table(table: Mapping[Any, Any], known: Mapping[str, Kind], where: str)
     for key, value in table.items():
         name = plain_key(key)
         if name not in known:
-            raise UserError(f"{where}unknown key {key!r}{did_you_mean(name, known)}")
+            raise UserError(f"{where}unknown key {f'{section}{key}'!r}{did_you_mean(name, known)}")
         if name in values:
             raise UserError(f"{where}the key {name!r} stands there twice, once with hyphens; remove one")
-        values[name] = typed(f"{where}{key}", value, known[name])
+        values[name] = typed(f"{where}{section}{key}", value, known[name])
     return values
 
 

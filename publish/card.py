@@ -429,9 +429,14 @@ def _calibrated(facts: Facts) -> str:
 def _licence(facts: Facts, licence: Licence) -> str:
     terms = licence.terms
     name = f"[{words(terms.title)}]({licence.link})" if licence.link and _is_link(licence.link) else words(terms.title)
+    who = (
+        "which whoever published it says is that of its source"
+        if licence.found == GIVEN
+        else f"the licence of its source, as {words(licence.found)} says"
+    )
     said = (
-        f"{name} (`{plain(terms.id)}`), the licence of its source, as {_who(licence)} says. It asks, in short: "
-        f"{words(terms.asks)}. The licence itself counts, not this line."
+        f"{name} (`{plain(terms.id)}`), {who}. It asks, in short: {words(terms.asks)}. The licence itself counts, not "
+        "this line."
     )
     if facts.readme:
         said += f" The source's own card is [{SOURCE_README}]({SOURCE_README}); what it says is about the source."
@@ -439,10 +444,6 @@ def _licence(facts: Facts, licence: Licence) -> str:
         f"The weights were changed by kvfold; `kvfold.json` says which tensors. This card is by kvfold {__version__}."
     )
     return f"{said}\n\n{changed}"
-
-
-def _who(licence: Licence) -> str:
-    return "whoever published it" if licence.found == GIVEN else words(licence.found)
 
 
 def _is_link(link: str) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+from ..common.text import builtin_kinds
 from ..eval.report.commands import command_line
 from ..eval.report.plain import plain
 from ..uptrain.recipe import Recipe
@@ -77,7 +78,7 @@ def command_lines(steps: Sequence[Step], name: str, base: str | None) -> list[Li
         if step.command == _UPTRAIN:
             lines.append(_uptrain(step, source, out, revision, base))
         elif step.command in _RECORDED:
-            lines.append(_convert(step, source, out, revision))
+            lines += [*_calibrate(step, source, revision), _convert(step, source, out, revision)]
     return lines
 
 
@@ -97,6 +98,24 @@ def _as_typed(steps: Sequence[Step]) -> list[Step]:
         if inside:
             found[number - 1 : number + 2] = [Step(healed.recipe, healed.asked, before.source, None, healed.kvfold)]
     return found
+
+
+def _calibrate(step: Step, source: str, revision: str | None) -> list[Line]:
+    """The command that made the file of statistics, if a conversion was given one: its record says of how much text."""
+    name, made = (step.asked or {}).get("stats"), step.recipe.get("calibration")
+    if not isinstance(name, str) or not isinstance(made, Mapping):
+        return []
+    kinds = made.get("kinds")
+    own = [str(kind) for kind in kinds if not builtin_kinds(str(kind))] if isinstance(kinds, Mapping) else []
+    flags = ["-o", public_name(name)]
+    if isinstance(windows := made.get("windows"), int):
+        flags += ["--calib-windows", str(windows)]
+    flags += [part for kind in own for part in ("--calib", public_name(kind))]
+    if own and isinstance(kinds, Mapping) and len(own) == len(kinds):
+        flags.append("--no-calib-builtin")
+    if revision:
+        flags += ["--revision", plain(revision)]
+    return [Line(command_line(["calibrate"], [source], flags), True)]
 
 
 def _convert(step: Step, source: str, out: str, revision: str | None) -> Line:

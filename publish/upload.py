@@ -173,8 +173,8 @@ def _upload(
         fresh = branch != MAIN and head == branches.get(MAIN)
         if there and not (overwrite or fresh):
             raise UserError(
-                f"{repo_id} ({branch}) holds other files, such as {min(there)}; name another repository, or replace "
-                "them with --overwrite, which leaves them in its history"
+                f"{repo_id} ({branch}) holds other files, or others of the same names, such as {min(there)}; "
+                "--overwrite replaces them, and its history keeps them; or name another repository"
             )
     if tag in tags and (changed or stale or tags[tag] != head):
         raise UserError(f"{repo_id} has the tag {tag} elsewhere ({tags[tag][:8]}); choose another, or delete that one")

@@ -84,6 +84,8 @@ def copy_recipe(name: str, folder: Path) -> Path:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; name the folder to copy to")
     copy = folder / f"{name}.yaml"
+    if copy.exists():
+        raise UserError(f"{copy} exists; name another folder, or move it away")
     with output_file(copy) as file:
         file.write((RECIPES / f"{name}.yaml").read_bytes())
     return copy

@@ -75,7 +75,7 @@ def read_pipeline(name: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
     to = _last(pairs, "convert", "to") or said.get("convert", {}).get("to")
     sections: dict[str, dict[str, Any]] = {}
     for section, part in said.items():
-        sections[section] = typed_table(part, keys_of(section, to, where), f"{where}{section}.")
+        sections[section] = typed_table(part, keys_of(section, to, where), where, f"{section}.")
     for section, key, text, pair in pairs:
         known = keys_of(section, to)
         if key not in known:

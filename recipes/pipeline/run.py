@@ -6,8 +6,10 @@ made anew only if the user says so.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -20,11 +22,12 @@ from ...common.errors import CheckFailed, EnvironmentFailure, KvfoldError, UserE
 from ...common.launcher import Command, launch, wait_for_orphan
 from ...common.sources import one_line_errors, quiet, source_kind
 from ...common.status import Stopped
+from ...eval.report.write import PAGE
 from ...uptrain.launch import spread
 from ...uptrain.recipe import SOURCE
 from .read import Pipeline, read_pipeline
 from .record import Record, Step
-from .stages import CONVERTED, HEALED, RECIPE, STAGES, Place, Work, works
+from .stages import CONVERTED, HEALED, RECIPE, REPORT, STAGES, Place, Work, conversion, flags, works
 
 STEPS = "steps"  # the folder of what the commands printed
 _SHORT_OF_MEMORY = "lower a batch size, or set calibrate.offload or uptrain.gradient_checkpointing"
@@ -61,7 +64,9 @@ class RunReport:
         recipe: its name.
         model: what it began with.
         folder: where everything is.
-        seconds: of all steps and attempts.
+        seconds: of all steps and attempts, whenever that was.
+        perplexity_ratio: of the final result and the source, as `eval` found it; None without.
+        page: of the report; empty without.
         results: of the steps, in order.
         notes: what the recipe could do besides, and was not asked for.
     """
@@ -71,6 +76,8 @@ class RunReport:
     folder: str
     dry_run: bool
     seconds: float
+    perplexity_ratio: float | None
+    page: str
     results: list[StepReport]
     notes: list[str]
 
@@ -182,10 +189,19 @@ class _Run:
     def _check_taken(self, from_: str | None) -> None:
         """Refuse to take up what stages before the first have not made."""
         first = STAGES.index(from_ or STAGES[0])
-        for work in self.works:
-            if STAGES.index(work.stage) < first and work.makes and not work.makes.exists():
+        before = [work for work in self.works if STAGES.index(work.stage) < first]
+        read = {path for work in self.works if work not in before for path in work.reads.values()}
+        for work in before:
+            if str(work.makes) in read and not work.makes.exists():
                 raise UserError(
-                    f"--from {from_} takes what {work.stage} made, and there is no {work.makes}; leave it out"
+                    f"--from {from_} takes what {work.stage} made, and there is no {work.makes}; leave --from out"
+                )
+            # The recipe that is kept, and published, says how its results were made.
+            step = self.record.steps.get(work.name)
+            if step and work.costly and (changed := _difference(step.asked, {**step.asked, "settings": work.settings})):
+                raise UserError(
+                    f"--from {from_} takes what {work.stage} made, and that was made otherwise: {changed}; say it "
+                    "as it was, or leave --from out"
                 )
 
     def _foresee(self, stages: Collection[str]) -> None:
@@ -196,6 +212,8 @@ class _Run:
         """
         from ...publish.publish import foresee
 
+        if "calibrate" in stages and "calibrate" not in self.record.steps:
+            self._rehearse_conversion()
         trained = self.record.steps.get("uptrain")
         if "uptrain" in stages and (trained is None or trained.state != "done"):
             spread(self.pipeline.uptraining(self.place / CONVERTED, self.place / HEALED))
@@ -203,6 +221,17 @@ class _Run:
             source, commit = self.pipeline.model, self.place.commit
             kind = source_kind(source, commit)
             foresee(source, kind=kind, source_revision=commit, **self.pipeline.sections["publish"])
+
+    def _rehearse_conversion(self) -> None:
+        """Have the conversion look at its source, before that is calibrated for long."""
+        work = next(work for work in self.works if work.stage == "convert")
+        words = [*work.words[:4], *self.place.revision, *flags(conversion(self.pipeline)), "--dry-run", "--json"]
+        command = Command((sys.executable, "-m", "kvfold.cli", *words), dict(os.environ))
+        with tempfile.TemporaryFile() as nowhere:
+            status = launch(command, stdout=nowhere, short_of_memory=_SHORT_OF_MEMORY)
+        if status > 128:
+            raise Stopped(status - 128)
+        self._refuse(work, status)
 
     def _commit(self, model: str, revision: str | None) -> str | None:
         """The commit of a Hub id, the first time that a run asks; None for a path."""
@@ -325,8 +354,10 @@ class _Run:
     def _refuse(self, work: Work, status: int) -> None:
         """Raise what a status stands for, if it is not 0; what was wrong, the command has said itself."""
         if status:
-            kind = _FAILURES.get(status, KvfoldError)
-            raise kind(f"{work.stage} ended with status {status}, as said above; once that is mended, {_GO_ON}")
+            kind, way_out = _FAILURES.get(status, KvfoldError), f"once that is mended, {_GO_ON}"
+            if kind is CheckFailed:
+                way_out = f"heal it longer (uptrain.steps or tokens, --overwrite), or raise {work.stage}.max_ratio"
+            raise kind(f"{work.stage} ended with status {status}, as said above; {way_out}")
 
     def _report(self, work: Work, state: Literal["done", "done before", "to do"]) -> StepReport:
         step, printed = self.record.steps.get(work.name), self._printed(work)
@@ -339,12 +370,20 @@ class _Run:
             str(printed) if printed.exists() and state != "to do" else "",
         )
 
+    def _ratio(self) -> float | None:
+        try:
+            return _number(json.loads((self.record.folder / STEPS / "eval.json").read_bytes()).get("perplexity_ratio"))
+        except (OSError, ValueError, AttributeError):
+            return None
+
     def _sum(self, reports: list[StepReport], *, dry_run: bool) -> RunReport:
-        notes = []
+        notes, page = [], self.record.folder / REPORT / PAGE
         if "publish" in self.pipeline.sections and not self.pipeline.sections["publish"].get("repo_id"):
             notes.append("nothing is published; publish.repo_id=NAME/REPOSITORY does that")
         return RunReport(
             recipe=self.pipeline.name,
+            perplexity_ratio=None if dry_run else self._ratio(),
+            page=str(page) if not dry_run and page.exists() else "",
             model=self.pipeline.model,
             folder=str(self.record.folder),
             dry_run=dry_run,
@@ -352,6 +391,10 @@ class _Run:
             results=reports,
             notes=notes,
         )
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def write_recipe(pipeline: Pipeline, path: Path) -> None:

@@ -132,13 +132,16 @@ def _calibrate(pipeline: Pipeline, place: Place) -> list[Work]:
     ]
 
 
+def conversion(pipeline: Pipeline) -> dict[str, Any]:
+    """The flags of the conversion; refinement reads text too, and means that of the calibration."""
+    section, calibrate = pipeline.sections["convert"], pipeline.sections.get("calibrate", {})
+    texts = {key: value for key, value in calibrate.items() if key in _TEXTS and section.get("refine")}
+    return {key: value for key, value in section.items() if key != "to"} | texts
+
+
 def _convert(pipeline: Pipeline, place: Place) -> list[Work]:
-    section = pipeline.sections["convert"]
-    calibrate = pipeline.sections.get("calibrate")
-    calibrated = calibrate is not None
-    # Refinement reads text too, and means that of the calibration.
-    texts = {key: value for key, value in (calibrate or {}).items() if key in _TEXTS and section.get("refine")}
-    knobs = {key: value for key, value in section.items() if key != "to"} | texts
+    section, knobs = pipeline.sections["convert"], conversion(pipeline)
+    calibrated = "calibrate" in pipeline.sections
     return [
         Work(
             "convert",
@@ -148,7 +151,7 @@ def _convert(pipeline: Pipeline, place: Place) -> list[Work]:
                 *(("--stats", place / STATISTICS) if calibrated else ()),
             ),
             overwrite="--overwrite",
-            settings=_settings(section, **texts),
+            settings=_settings(section | knobs),
             reads=_reads(
                 place,
                 SOURCE,

@@ -189,3 +189,19 @@ def test_fences_and_folders():
     assert [public_name(name, {"a/b"}) for name in names] == ["c.txt", "hub:a/b", "b", "builtin:code", "a/b", "y"]
     told = "in /home/me/x.run, by https://a.b/c/d and '~/k/v' 1/2"
     assert without_folders(told) == "in x.run, by https://a.b/c/d and 'v' 1/2"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "said"),
+    [
+        ({"builtin:topics": 4, "builtin:code": 4}, ""),
+        ({"builtin:topics": 4, "my.txt": 4}, " --calib my.txt"),
+        ({"my.txt": 8}, " --calib my.txt --no-calib-builtin"),
+    ],
+)
+def test_statistics_that_a_conversion_was_given_are_made_before_it(kinds, said):
+    recipe = {"command": "convert gqa", "kv_heads": 2, "calibration": {"windows": 8, "kinds": kinds}}
+    assert lines(step(recipe, {"kv_heads": 2, "stats": "s.safetensors"})) == [
+        f"kvfold calibrate source -o s.safetensors --calib-windows 8{said}",
+        "kvfold convert gqa source out --kv-heads 2 --stats s.safetensors",
+    ]

@@ -107,7 +107,7 @@ def test_the_same_again_makes_no_commit(hub, contents):
 def test_other_files_are_replaced_only_when_asked(hub, contents):
     put(contents | {"model-00002-of-00002.safetensors": b"stale"})
     changed = contents | {"config.json": b"{ }"}
-    with pytest.raises(UserError, match=r"me/model \(main\) holds other files, such as 0.safetensors; .*--overwrite"):
+    with pytest.raises(UserError, match=r"me/model \(main\) holds other files, .*such as 0.safetensors; --overwrite"):
         put(changed)
     hub.log.clear()
     done = put(changed, overwrite=True)

@@ -78,8 +78,8 @@ def test_uptrain_reads_its_section_of_it(write):
 @pytest.mark.parametrize(
     ("change", "pairs", "message"),
     [
-        (("kv-heads", "kv_haeds"), [], r"convert\.unknown key 'kv_haeds'; did you mean kv_heads\?"),
-        (("kv-heads: 2", "kv_elements: 2"), [], "unknown key 'kv_elements'"),
+        (("kv-heads", "kv_haeds"), [], r"unknown key 'convert\.kv_haeds'; did you mean kv_heads\?"),
+        (("kv-heads: 2", "kv_elements: 2"), [], r"unknown key 'convert\.kv_elements'"),
         (("uptrain:", "uptrian:"), [], r"unknown section 'uptrian'; did you mean uptrain\?"),
         (("to: gqa", "to: gpa"), [], r"unknown .*convert\.to 'gpa'; did you mean gqa\?"),
         (("to: gqa", "to: [gqa]"), [], r"convert\.to is \['gqa'\]; it must be text"),
@@ -93,7 +93,7 @@ def test_uptrain_reads_its_section_of_it(write):
         (("  model: embedded\n", ""), [], "source.model is missing"),
         (("steps: 8", "steps: -8"), [], "uptrain: steps is -8; it must be at least 1"),
         (("steps: 8", "steps: 8\n  tokens: 9"), [], "uptrain: tokens 9 and steps 8 are given"),
-        (("steps: 8", "steps: 8\n  out: there"), [], r"unknown key 'out'"),
+        (("steps: 8", "steps: 8\n  out: there"), [], r"unknown key 'uptrain\.out'"),
         (("max_ratio: 1.5", "max_ratio: -1"), [], "eval.max_ratio is -1.0; it must be more than 0"),
         (("builtin:code", "there.txt"), [], "eval.text: text there.txt does not exist"),
         ((WHOLE[WHOLE.index("eval:") :], "eval: 3"), [], "the section eval is not a table"),

@@ -38,10 +38,13 @@ class Kvfold:
     """Stands in for the commands: each makes what it is told to, out of what it is given."""
 
     def __init__(self):
-        self.log, self.lines, self.ends = [], [], {}
+        self.log, self.lines, self.rehearsed, self.ends = [], [], [], {}
 
-    def __call__(self, command, *, stdout, started, short_of_memory):
+    def __call__(self, command, *, stdout, short_of_memory, started=None):
         words = list(command.argv[3:])
+        if "--dry-run" in words:
+            self.rehearsed.append(words)
+            return self.ends.pop("rehearsal", 0)
         self.log.append(words[0])
         self.lines.append(words)
         assert words[-1] == "--json"
@@ -78,6 +81,7 @@ def kvfold(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("text")
     (tmp_path / "r.yaml").write_text(RECIPE.format(source="model", data="text.txt"))
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     stand_in = Kvfold()
     monkeypatch.setattr(module, "launch", stand_in)
     return stand_in
@@ -250,6 +254,8 @@ def test_parts_of_a_run(kvfold, tmp_path):
     assert kvfold.log == ["convert", "uptrain"]
     (tmp_path / "model/config.json").write_text("{ }")  # which only those before would mind
     assert list(states(run_recipe("r.yaml", from_="report"))) == ["report"]
+    with pytest.raises(UserError, match=r"--from report takes what uptrain made, .*otherwise: steps was 8 and is 9"):
+        run_recipe("r.yaml", ["uptrain.steps=9"], from_="report")
     for words, said in (
         ({"until": "publish"}, "needs to know where to; say publish.repo_id"),
         ({"until": "evil"}, r"no stage 'evil'; did you mean eval\?"),
@@ -286,6 +292,15 @@ def test_what_could_not_be_published_is_not_begun(kvfold, tmp_path, pairs, readm
         run_recipe("r.yaml", [REPO, *pairs])
     assert kvfold.log == []
     run_recipe("r.yaml", [REPO, *pairs], until="report")
+
+
+def test_a_conversion_that_cannot_be_is_not_calibrated_for(kvfold):
+    kvfold.ends = {"rehearsal": 2}
+    with pytest.raises(UserError, match="convert ended with status 2"):
+        run_recipe("r.yaml", ["calibrate.calib_windows=8", "convert.refine=4"])
+    (words,) = kvfold.rehearsed
+    assert words[:3] == ["convert", "gqa", "model"] and "--refine" in words and "--stats" not in words
+    assert kvfold.log == []
 
 
 def test_what_cannot_be_trained_here_is_not_begun(kvfold, monkeypatch):
