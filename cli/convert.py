@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
 
-from ..common.output import print_layers, print_report, print_table
+from ..common.output import print_layers, print_report, print_table, print_warnings
 from ..common.parallel import is_main_process
 from . import options
 
@@ -119,8 +118,7 @@ def _say(report: Any, as_json: bool) -> None:
     """Print warnings, on standard error, and the report; for people also each layer's error, where it was refined."""
     if not is_main_process():
         return
-    for warning in getattr(report, "warnings", ()):
-        print(f"kvfold: warning: {warning}", file=sys.stderr)
+    print_warnings(getattr(report, "warnings", ()))
     print_report(report, as_json=as_json, hide=["warnings", "search", *_ERRORS])
     if not as_json:
         for name in _ERRORS:

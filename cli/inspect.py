@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import click
 
-from ..common.output import print_report
+from ..common.output import print_report, print_warnings
 from . import options
 
 _LATENT = (
@@ -30,8 +29,7 @@ def inspect(src: str, context: int | None, revision: str | None, as_json: bool) 
     from ..convert.inspect import inspect_model
 
     report = inspect_model(src, context=context, revision=revision)
-    for warning in report.warnings:
-        print(f"kvfold: warning: {warning}", file=sys.stderr)
+    print_warnings(report.warnings)
     # Of a model without MLA there is nothing to say of a latent.
     latent = [name for name in _LATENT if report.kv_lora_rank is None]
     print_report(report, as_json=as_json, hide=["conversions", "warnings", *latent])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..common.output import print_report
-from ..common.parallel import is_main_process
+from ..common.output import print_report, print_warnings
 from . import options
 
 _PATH = click.Path(path_type=Path)
@@ -39,8 +37,5 @@ def publish(out: str, repo_id: str, as_json: bool, **knobs: Any) -> None:
     from ..publish.publish import publish as hand_on
 
     report = hand_on(out, repo_id, progress=show_progress, **knobs)
-    if not is_main_process():
-        return
-    for warning in report.warnings:
-        print(f"kvfold: warning: {warning}", file=sys.stderr)
+    print_warnings(report.warnings)
     print_report(report, as_json=as_json, hide=["warnings"])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..common.output import print_report, print_table
+from ..common.output import print_report, print_table, print_warnings
 from ..common.parallel import is_main_process
 from . import options
 
@@ -56,8 +55,7 @@ def report(src: str, outs: tuple[str, ...], folder: Path, as_json: bool, **knobs
     made = make(src, outs, out=folder, progress=show_progress, **knobs)
     if not is_main_process():
         return
-    for warning in made.warnings:
-        print(f"kvfold: warning: {warning}", file=sys.stderr)
+    print_warnings(made.warnings)
     if as_json:
         print_report(made, as_json=True)
         return

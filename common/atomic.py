@@ -193,13 +193,13 @@ def real_path(path: Path) -> Path:
 
 
 @contextmanager
-def output_file(out: Path, *, overwrite: bool = False, wait: bool = False) -> Iterator[BinaryIO]:
+def output_file(out: Path, *, overwrite: bool | None = False, wait: bool = False) -> Iterator[BinaryIO]:
     """Yield an empty file that becomes `out` when the block ends without an error.
 
     It is written as a hidden sibling, locked while its writer lives; what a dead writer left is written over.
 
     Args:
-        overwrite: replace an existing file.
+        overwrite: replace an existing file; None where no command offers to.
         wait: for another process that is writing `out`, rather than to fail.
 
     Raises:
@@ -213,7 +213,8 @@ def output_file(out: Path, *, overwrite: bool = False, wait: bool = False) -> It
         if target.exists() and not target.is_file():  # a device such as /dev/null could even be replaced
             raise UserError(f"{out} is a {'directory' if target.is_dir() else 'device'}; name a file")
         if target.exists() and not overwrite:
-            raise UserError(f"{out} exists; choose another name, or replace it with --overwrite")
+            way = "move it away" if overwrite is None else "replace it with --overwrite"
+            raise UserError(f"{out} exists; choose another name, or {way}")
 
     check()
     with _parents(target), _claim_file(staging, out, wait) as file:

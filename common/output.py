@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .parallel import is_main_process
@@ -52,6 +53,13 @@ def print_layers(title: str, figures: Sequence[float | None]) -> None:
         for start in range(0, len(figures), A_ROW)
     ]
     print_table(rows, {name: name for name in ("layer", *columns)}, title=title)
+
+
+def print_warnings(warnings: Iterable[str]) -> None:
+    """What a user should know beside a report, a line each, on standard error from one process of all."""
+    if is_main_process():
+        for warning in warnings:
+            print(f"kvfold: warning: {warning}", file=sys.stderr)
 
 
 def _print(*lines: str) -> None:

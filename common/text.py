@@ -23,6 +23,7 @@ from .sources import one_line_errors
 
 BUILTIN = "builtin"
 HUB = "hub:"
+NO_TEXT = "none"  # in the place of a text to calibrate on
 _TABLES = {
     ".jsonl": "json",
     ".ndjson": "json",
@@ -187,6 +188,25 @@ def mixed_documents(kind: str) -> Iterator[str]:
     return (text for _, text in find_kind(kind)(mix))
 
 
+def text_name(name: str) -> str:
+    """What may be published of how a user named a text: without the folders in which it is kept."""
+    return name if name == NO_TEXT or name.startswith(HUB) or builtin_kinds(name) else Path(name).name
+
+
+def check_text(name: str) -> None:
+    """Refuse a text that is not there; what is on the Hub is known when it is read.
+
+    Raises:
+        UserError: names it.
+    """
+    if name == NO_TEXT or name.startswith(HUB) or builtin_kinds(name):
+        return
+    if not name or Path(name).is_dir():
+        raise UserError(f"{name or 'an empty name'} is a directory; name its files one by one")
+    if not Path(name).exists():
+        raise UserError(f"text {name} does not exist; give a path, {BUILTIN!r}, or {HUB}NAME")
+
+
 def read_texts(names: Iterable[str]) -> list[str]:
     """Read the texts that a user named to judge a model on, as documents; see `stream_text` for the names.
 
@@ -230,11 +250,8 @@ def stream_text(name: str, *, held_out: bool, columns: Iterable[str] = ("text",)
 
 
 def _read_file(name: str, columns: tuple[str, ...]) -> Iterator[Any]:
+    check_text(name)
     path = Path(name)
-    if not name or path.is_dir():
-        raise UserError(f"{name or 'an empty name'} is a directory; name its files one by one")
-    if not path.exists():
-        raise UserError(f"text {name} does not exist; give a path, {BUILTIN!r}, or {HUB}NAME")
     if path.stat().st_size == 0:
         raise UserError(f"{name} holds no text")
     if (suffix := path.suffix.lower()) in _TABLES:

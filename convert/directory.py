@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -135,6 +135,14 @@ def _cache_of(source: Source) -> dict[str, Any]:
         "kv_bytes_per_token": kv_bytes_per_token(config, ITEM_BYTES[stored]),
         "dtype": FLOATS.get(stored, stored),
     }
+
+
+def records(record: Any) -> Iterator[Mapping[str, Any]]:
+    """The record of a result, then that of what it was made from, and so on, as long as they are tables."""
+    while isinstance(record, Mapping):
+        yield record
+        source = record.get("source")
+        record = source.get("record") if isinstance(source, Mapping) else None
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -14,8 +14,9 @@ from ..common.errors import UserError
 from ..common.kvcache import cached_tokens, head_dim, num_key_value_heads
 from ..common.parallel import is_main_process
 from ..common.progress import Stages, silent
+from ..common.text import NO_TEXT
 from .calibration.reader import tensor_reader
-from .calibration.text import NO_TEXT, CalibText
+from .calibration.text import CalibText
 from .checks import account, check_convertible, check_method
 from .directory import check_paths, lay_out, write_directory
 from .families import FAMILIES, Promise, Sizes

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ..common.errors import UserError
-from ..common.text import HUB, builtin_kinds
+from ..common.text import text_name
 from .calibration.knobs import Calibration, RefineKnobs
-from .calibration.text import NO_TEXT, CalibText
+from .calibration.text import CalibText
 from .headers import FLOATS
 from .source import Source
 
@@ -87,11 +87,6 @@ def asked_for(convert: Callable[..., Any], given: Mapping[str, Any]) -> dict[str
     if "stats" in asked:
         asked["stats"] = Path(asked["stats"]).name
     return asked
-
-
-def text_name(text: str) -> str:
-    """What may be published of how a user named a text."""
-    return text if text == NO_TEXT or text.startswith(HUB) or builtin_kinds(text) else Path(text).name
 
 
 def check_writing(dtype: str | None, max_shard_size: int | None) -> None:

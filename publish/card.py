@@ -85,7 +85,6 @@ def card_text(
     report: Report | None,
     recipe: bool,
     revision: str | None = None,
-    warnings: Sequence[str] = (),
 ) -> str:
     """The model card, metadata and body.
 
@@ -96,12 +95,11 @@ def card_text(
         report: figures that are published, made `contents.publishable`.
         recipe: whether the recipe of a pipeline goes along.
         revision: the branch, where it is not main.
-        warnings: to be said as limits too.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
     data = metadata(facts, licence, repo_id, report)
-    body = _body(facts, licence, repo_id, report=report, recipe=recipe, revision=revision, warnings=warnings)
+    body = _body(facts, licence, repo_id, report=report, recipe=recipe, revision=revision)
     template = "---\n{{ card_data }}\n---\n\n{{ body }}"
     return str(ModelCard.from_template(ModelCardData(**data), template_str=template, body=body))
 
@@ -170,7 +168,6 @@ def _body(
     report: Report | None,
     recipe: bool,
     revision: str | None,
-    warnings: Sequence[str],
 ) -> str:
     text = (files(__package__) / TEMPLATE).read_text(encoding="utf-8")
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -193,7 +190,7 @@ def _body(
         recipe=RECIPE if recipe else None,
         records="\n\n".join(_record(step.recipe, {facts.base} if facts.base else ()) for step in facts.steps),
         engines=_loadings(facts, repo_id, revision),
-        limits=_limits(facts, report, warnings),
+        limits=_limits(facts, report),
         licence=_licence(facts, licence),
     )
 
@@ -385,7 +382,7 @@ def _outtype(facts: Facts) -> str:
     return "f16" if seen.readers == ["llama.cpp"] else "f32"
 
 
-def _limits(facts: Facts, report: Report | None, warnings: Sequence[str]) -> list[str]:
+def _limits(facts: Facts, report: Report | None) -> list[str]:
     seen = facts.inspected
     found = ["The weights were changed: it is not its source, and what was found out about that need not hold here."]
     if report is None:
@@ -406,7 +403,7 @@ def _limits(facts: Facts, report: Report | None, warnings: Sequence[str]) -> lis
         if report is not None and report.protocol.window < seen.max_position_embeddings:
             known = f", of which {say_number(report.protocol.window)} were measured"
         found.append(f"Its config allows {say_number(seen.max_position_embeddings)} tokens of context{known}.")
-    rows = [*(report.warnings if report is not None else []), *seen.warnings, *warnings]
+    rows = [*(report.warnings if report is not None else []), *seen.warnings]
     return [*found, *(words(one) for one in dict.fromkeys(rows))]
 
 

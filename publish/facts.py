@@ -5,12 +5,10 @@ All of these may have been anybody's: what they say is typed when it is read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path, PurePath
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from ..common.atomic import real_path
 from ..common.errors import UserError
@@ -19,20 +17,18 @@ from ..common.text import HUB
 from ..convert.check import CheckReport, check
 from ..convert.checkpoint import Checkpoint
 from ..convert.demands import ENGINES
-from ..convert.directory import RECORD
+from ..convert.directory import RECORD, records
 from ..convert.inspect import InspectReport, inspect_model
-from ..eval.report.plain import cleaned, plain
-from ..eval.report.record import FORMAT, FORMAT_VERSION, Report, Result
+from ..eval.report.plain import plain
+from ..eval.report.read import read_report
+from ..eval.report.record import Report
 from ..eval.report.runs import describe
-from ..eval.report.write import FIGURES
 from .commands import Line, Step, command_lines
 from .licences import Head, read_head
 from .words import HUB_ID, public_name
 
 README = "README.md"
 SOURCE_README = "README.source.md"
-_DEEPEST = 100  # records of a history; nobody converts so often
-_LARGEST_REPORT = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -82,11 +78,6 @@ class Facts:
     report: Report | None
     row: int | None
     datasets: tuple[str, ...]
-
-    @property
-    def result(self) -> Result | None:
-        """The report's row of this result."""
-        return self.report.results[self.row] if self.report and self.row is not None else None
 
     @property
     def is_plain(self) -> bool:
@@ -174,11 +165,10 @@ def history(record: Mapping[str, Any], path: Path) -> tuple[Step, ...]:
         UserError: they are broken.
     """
     found: list[Step] = []
-    at: Any = record
-    while isinstance(at, Mapping):
+    for at in records(record):
         recipe, source, versions = (_table(at, name) for name in ("recipe", "source", "versions"))
         asked = at.get("asked")
-        if not recipe or len(found) == _DEEPEST:
+        if not recipe:
             raise UserError(f"{path} does not say how the model was made; convert the source again")
         found.append(
             Step(
@@ -189,7 +179,6 @@ def history(record: Mapping[str, Any], path: Path) -> tuple[Step, ...]:
                 kvfold=plain(_text(versions.get("kvfold")) or "unknown"),
             )
         )
-        at = source.get("record")
     return tuple(found[::-1])
 
 
@@ -208,13 +197,8 @@ def _count(value: Any) -> int | None:
 
 def _source_cache(record: Mapping[str, Any], inspected: InspectReport, report: Report | None) -> Cache:
     """By the oldest record that says it, else by a report, else by what an export says of its source."""
-    found: Mapping[str, Any] = {}
-    at: Any = record
-    while isinstance(at, Mapping):
-        source = _table(at, "source")
-        at = source.get("record")
-        found = _table(source, "cache")  # of the source itself where the oldest record is the last
-    if found:
+    oldest = [*records(record)][-1]
+    if found := _table(_table(oldest, "source"), "cache"):
         return Cache(
             plain(_text(found.get("attention_kind")) or "") or None,
             _count(found.get("kv_elements_per_token_per_layer")),
@@ -240,71 +224,6 @@ def _datasets(steps: Sequence[Step]) -> tuple[str, ...]:
         texts += [*_table(calibration, "kinds"), *_table(refine, "kinds"), *(data if isinstance(data, list) else [])]
     ids = (text[len(HUB) :].partition(":")[0] for text in texts if isinstance(text, str) and text.startswith(HUB))
     return tuple(dict.fromkeys(one for one in ids if HUB_ID.fullmatch(one)))
-
-
-def read_report(folder: Path) -> Report:
-    """The figures of a report, typed.
-
-    Raises:
-        UserError: there is none, or it is broken, or of another version.
-    """
-    path = folder / FIGURES
-    if not path.is_file():
-        raise UserError(f"{folder} holds no {FIGURES}; give the folder that kvfold report wrote")
-    if path.stat().st_size > _LARGEST_REPORT:
-        raise UserError(f"{path} is larger than any report; make it again with kvfold report")
-    try:
-        data = json.loads(path.read_bytes(), parse_constant=_no_number)
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise UserError(f"{path} is no report of kvfold's; give the folder that kvfold report wrote")
-        if data.get("format_version") != FORMAT_VERSION:
-            raise UserError(f"{path} was written by another kvfold; make it again with kvfold report")
-        report = cleaned(_typed(data, Report, "report"))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-        said = plain(str(error))[:120]
-        raise UserError(f"{path} is broken ({said}); make it again with kvfold report") from None
-    if not report.results:
-        raise UserError(f"{path} has no results; make it again with kvfold report")
-    return report
-
-
-def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no number")
-
-
-def _typed(value: Any, kind: Any, where: str) -> Any:
-    """Plain data as a dataclass, or whatever an annotation says.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, UnionType):
-        if value is None and NoneType in inner:
-            return None
-        (kind,) = (one for one in inner if one is not NoneType)
-        return _typed(value, kind, where)
-    if origin in (list, tuple):
-        if not isinstance(value, list):
-            raise ValueError(f"{where} is no list")
-        return origin(_typed(one, inner[0], f"{where}.{place}") for place, one in enumerate(value))
-    if is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} is no table")
-        hints, known = get_type_hints(kind), {field.name: field for field in fields(kind)}
-        if strange := sorted(value.keys() - known.keys()):
-            raise ValueError(f"{where} has an unknown key {strange[0]!r}")
-        needed = {n for n, one in known.items() if one.default is MISSING and one.default_factory is MISSING}
-        if missing := sorted(needed - value.keys()):
-            raise ValueError(f"{where} lacks {missing[0]}")
-        return kind(**{name: _typed(one, hints[name], f"{where}.{name}") for name, one in value.items()})
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise ValueError(f"{where} is not {getattr(kind, '__name__', kind)}")
-    return value
 
 
 def find_row(report: Report, folder: Path, out: Path, inspected: InspectReport, steps: Sequence[Step]) -> int:

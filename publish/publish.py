@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +26,8 @@ from .contents import (
 )
 from .facts import README, Facts, gather
 from .licences import Head, Licence, check_licence, check_name, find_licence, missing_files, read_head
+from .upload import MAIN, check_login, check_repo_id, upload
 
-MAIN = "main"
 _PATIENCE = 10.0  # seconds for the Hub to say something about the base model
 _SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")
 
@@ -39,41 +39,41 @@ class PublishReport:
     Attributes:
         model: the result, as it was named.
         repo_id, revision: the repository, and the branch in it.
-        url, commit: of what was uploaded; empty after a dry run, as what follows is 0.
-        tag: that was set on it; empty without one.
         private: whether a repository that had to be made was to be private.
         license: as the Hub spells it, or its own name.
         base_model: id on the Hub; empty where it is not known.
         files, bytes: of all that the repository holds.
-        files_changed, bytes_changed: of them, those that the branch did not have before.
-        files_deleted: that the branch had before, and that are none of ours.
-        created: whether the repository was made.
         engines: that read the result.
         left_out: files of the result that were not published, each with the reason.
-        folder: that a dry run wrote.
         warnings: what to know before anybody is told of it.
+        tag: that was set on it; empty without one.
+        url, commit: of what was uploaded; empty after a dry run, as what follows is 0.
+        files_changed, bytes_changed: of the files, those that the branch did not have before.
+        files_deleted: that the branch had before, and that are none of ours.
+        created: whether the repository was made.
+        folder: that a dry run wrote.
     """
 
     model: str
     repo_id: str
-    url: str
     revision: str
-    commit: str
-    tag: str
     private: bool
     license: str
     base_model: str
     files: int
     bytes: int
-    files_changed: int
-    bytes_changed: int
-    files_deleted: int
-    created: bool
     engines: list[str]
     left_out: list[str]
-    folder: str
     dry_run: bool
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str]
+    tag: str = ""
+    url: str = ""
+    commit: str = ""
+    files_changed: int = 0
+    bytes_changed: int = 0
+    files_deleted: int = 0
+    created: bool = False
+    folder: str = ""
 
 
 def publish(
@@ -117,8 +117,6 @@ def publish(
         UserError: something cannot be published as it is; see the modules of this folder. Nothing was sent.
         EnvironmentFailure: the Hub cannot be reached, or the disk is full. The same command goes on.
     """
-    from .upload import check_login, check_repo_id, upload
-
     if not str(out):
         raise UserError("OUT is empty; is a shell variable unset?")
     if folder is not None and not dry_run:
@@ -131,13 +129,17 @@ def publish(
     facts = gather(out, base_model=base_model, report=None if report is None else Path(report))
     known = {facts.base} if facts.base else set()
     recipe_text = None if recipe is None else read_recipe_file(Path(recipe), known)
-    card_there = None
-    if facts.base and license is None and not facts.head.license:
-        card_there = _head_on_hub(facts.base, facts.base_revision, cached=dry_run)
-    licence = find_licence(facts.head, given=license, base=facts.base, hub=card_there, name=str(out))
-    gated = facts.head.gated or (card_there is not None and card_there.gated)
-    check_licence(licence, accepted=accept_license, gated=gated, name=str(out))
-    warnings = [*filter(None, [check_name(licence, repo_id, private=private)])]
+    licence, gated, warnings = _permission(
+        str(out),
+        repo_id,
+        facts.head,
+        base=facts.base,
+        base_revision=facts.base_revision,
+        license=license,
+        accepted=accept_license,
+        private=private,
+        cached=dry_run,
+    )
 
     inventory = take_inventory(out, facts.record, progress=progress)
     figures = None if facts.report is None else publishable(facts.report, known)
@@ -175,16 +177,10 @@ def publish(
             _write(found, target, overwrite=overwrite)
         return PublishReport(
             **said,
-            url="",
             revision=revision or MAIN,
-            commit="",
             tag=tag or "",
             files=len(found),
             bytes=sum(map(_size, found.values())),
-            files_changed=0,
-            bytes_changed=0,
-            files_deleted=0,
-            created=False,
             folder=str(target),
             warnings=warnings,
         )
@@ -201,21 +197,7 @@ def publish(
         overwrite=overwrite,
         progress=progress,
     )
-    return PublishReport(
-        **said,
-        url=done.url,
-        revision=done.revision,
-        commit=done.commit,
-        tag=done.tag or "",
-        files=done.files,
-        bytes=done.bytes,
-        files_changed=done.files_changed,
-        bytes_changed=done.bytes_changed,
-        files_deleted=done.files_deleted,
-        created=done.created,
-        folder="",
-        warnings=[*warnings, *done.warnings],
-    )
+    return PublishReport(**said | asdict(done) | {"tag": done.tag or "", "warnings": [*warnings, *done.warnings]})
 
 
 def foresee(
@@ -241,20 +223,54 @@ def foresee(
         UserError: see `publish`.
     """
     from .client import hub_client
-    from .upload import check_repo_id
 
     check_repo_id(repo_id)
     hub_client()
-    head, card = Head(), None
+    head = Head()
     if kind == "folder" and (readme := Path(source) / README).is_file():
         head = read_head(readme.read_bytes())
-    base = source if kind == "hub" else base_model
-    if base and license is None and not head.license:
-        card = _head_on_hub(base, source_revision if kind == "hub" else None, cached=False)
-    licence = find_licence(head, given=license, base=base, hub=card, name=source)
+    _permission(
+        source,
+        repo_id,
+        head,
+        base=source if kind == "hub" else base_model,
+        base_revision=source_revision if kind == "hub" else None,
+        license=license,
+        accepted=accept_license,
+        private=private,
+        cached=False,
+    )
+
+
+def _permission(
+    name: str,
+    repo_id: str,
+    head: Head,
+    *,
+    base: str | None,
+    base_revision: str | None,
+    license: str | None,
+    accepted: bool,
+    private: bool,
+    cached: bool,
+) -> tuple[Licence, bool, list[str]]:
+    """The licence of a model, whether its base is gated as far as is known, and what its name lacks by that licence.
+
+    Args:
+        name: of the model, for messages.
+        head: of the README that it came with.
+        base, base_revision: its base model on the Hub, whose card is asked where nothing else says the licence.
+        cached: only as far as the Hub's cache knows it.
+
+    Raises:
+        UserError: nobody says what the licence is, or it asks for more than was said.
+    """
+    card = _head_on_hub(base, base_revision, cached=cached) if base and license is None and not head.license else None
+    licence = find_licence(head, given=license, base=base, hub=card, name=name)
     gated = head.gated or (card is not None and card.gated)
-    check_licence(licence, accepted=accept_license, gated=gated, name=source)
-    check_name(licence, repo_id, private=private)
+    check_licence(licence, accepted=accepted, gated=gated, name=name)
+    remark = check_name(licence, repo_id, private=private)
+    return licence, gated, [remark] if remark else []
 
 
 def _doubts(facts: Facts, licence: Licence, files: Sequence[str], unhashed: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ Legend: D hidden size, F inner size of the MLP, L layers, V vocabulary, T tokens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from ..common.errors import UserError, did_you_mean
@@ -98,21 +98,21 @@ class Memory:
     """Bytes that one device holds at the peak of a step.
 
     Attributes:
-        weights: trained weights in fp32 and frozen ones in the dtype of the computation.
-        copies: trained weights again in that dtype, and what is gathered of divided ones.
-        gradients, moments: of the trained weights.
-        activations: kept for the backward pass.
-        logits: of the chunk at hand.
-        teacher: its weights, and what is kept of its answers.
+        weight_bytes: of trained weights in fp32 and frozen ones in the dtype of the computation.
+        copy_bytes: of trained weights again in that dtype, and of what is gathered of divided ones.
+        gradient_bytes, moment_bytes: of the trained weights.
+        activation_bytes: kept for the backward pass.
+        logit_bytes: of the chunk at hand.
+        teacher_bytes: of its weights, and of what is kept of its answers.
     """
 
-    weights: int
-    copies: int
-    gradients: int
-    moments: int
-    activations: int
-    logits: int
-    teacher: int
+    weight_bytes: int
+    copy_bytes: int
+    gradient_bytes: int
+    moment_bytes: int
+    activation_bytes: int
+    logit_bytes: int
+    teacher_bytes: int
 
     @property
     def total(self) -> int:
@@ -272,11 +272,11 @@ def memory(
     frozen = parameters - trained
     weights, gradients, moments = state_bytes(trained, frozen, width=width, sharding=sharding, processes=processes)
     return Memory(
-        weights=weights,
-        copies=copy_bytes(trained, frozen, shape.layers, width=width, sharding=sharding),
-        gradients=gradients,
-        moments=moments,
-        activations=activation_bytes(
+        weight_bytes=weights,
+        copy_bytes=copy_bytes(trained, frozen, shape.layers, width=width, sharding=sharding),
+        gradient_bytes=gradients,
+        moment_bytes=moments,
+        activation_bytes=activation_bytes(
             shape,
             tokens,
             width=width,
@@ -284,14 +284,14 @@ def memory(
             mlp=recipe.train == "all",
             checkpointing=recipe.gradient_checkpointing,
         ),
-        logits=logit_bytes(
+        logit_bytes=logit_bytes(
             shape.vocabulary,
             tokens,
             chunk=chunk,
             teacher=bool(recipe.teacher),
             reshaped=recipe.temperature != 1 or recipe.top_k > 0,
         ),
-        teacher=teacher_bytes(teacher_parameters, shape, tokens, width=width, matches_layers=recipe.layer_share > 0)
+        teacher_bytes=teacher_bytes(teacher_parameters, shape, tokens, width=width, matches_layers=recipe.layer_share > 0)
         if recipe.teacher
         else 0,
     )
@@ -365,13 +365,7 @@ def plan(
         windows=windows,
         epochs=steps * recipe.batch_size / windows,
         micro_batches=-(-recipe.windows_per_process(processes) // recipe.micro_batch_size),
-        weight_bytes=needed.weights,
-        copy_bytes=needed.copies,
-        gradient_bytes=needed.gradients,
-        moment_bytes=needed.moments,
-        activation_bytes=needed.activations,
-        logit_bytes=needed.logits,
-        teacher_bytes=needed.teacher,
+        **asdict(needed),
         device_bytes=needed.total,
         available_bytes=available,
         seconds_per_step=seconds[longest] if seconds else None,

@@ -17,7 +17,7 @@ from ...common.errors import EnvironmentFailure, UserError
 from ...common.loading import load_tokenizer, resolve_device
 from ...common.parallel import Workers, is_main_process
 from ...common.progress import Stages, silent
-from ...common.text import HUB, builtin_kinds
+from ...common.text import text_name
 from ..checkpoint import torch_dtype
 from ..checks import account, latent_obstacle, obstacle
 from ..families import Sizes
@@ -140,7 +140,7 @@ def published(counts: dict[str, int]) -> dict[str, int]:
     """Windows of each kind, without the folders in which a user keeps texts."""
     published: Counter[str] = Counter()
     for name, count in counts.items():
-        published[name if builtin_kinds(name) or name.startswith(HUB) else Path(name).name] += count
+        published[text_name(name)] += count
     return dict(published)
 
 

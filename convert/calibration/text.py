@@ -29,13 +29,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.errors import UserError
 from ...common.kvcache import fit_context
-from ...common.text import BUILTIN, KINDS, builtin_kinds, join_documents, mixed_documents, stream_text
+from ...common.text import BUILTIN, KINDS, NO_TEXT, builtin_kinds, join_documents, mixed_documents, stream_text
 from ...common.tokens import leading_ids, plain_ids, render_chat
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-NO_TEXT = "none"
 DEFAULT_WINDOW = 512
 _PIECE_WINDOWS = 2
 _TOKEN_CHARACTERS = 4  # of English, about; more or less only makes pieces shorter or longer

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from ...common.errors import UserError, did_you_mean
 from ...common.parallel import is_main_process
 from ...common.progress import Stages, silent
+from ...common.text import NO_TEXT
 from ..calibration.reader import tensor_reader
-from ..calibration.text import NO_TEXT, CalibText
+from ..calibration.text import CalibText
 from ..checks import account, check_latent
 from ..demands import check_engine
 from ..directory import check_paths, lay_out, write_directory

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...common.errors import UserError
 from ...common.sources import read_json
-from ...convert.directory import RECORD
+from ...convert.directory import RECORD, records
 from ...uptrain.history import NAME, read_history
 from .record import HeldOut, Uptraining
 
@@ -30,14 +30,8 @@ def recipes(model: str) -> list[dict[str, Any]]:
     path = Path(model) / RECORD
     if not path.is_file():
         return []
-    record: Any = read_json(path, "record of a conversion")
-    found: list[dict[str, Any]] = []
-    while isinstance(record, Mapping):
-        if isinstance(recipe := record.get("recipe"), dict):
-            found.append(recipe)
-        source = record.get("source")
-        record = source.get("record") if isinstance(source, Mapping) else None
-    return found[::-1]
+    told = [record.get("recipe") for record in records(read_json(path, "record of a conversion"))]
+    return [recipe for recipe in told[::-1] if isinstance(recipe, dict)]
 
 
 def describe(recipe: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from ...common.atomic import output_file
@@ -61,7 +62,7 @@ def entries() -> list[Entry]:
 def _entry(name: str) -> Entry:
     path = RECIPES / f"{name}.yaml"
     table = read_table(path, missing="")
-    head = [line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    head = head_of(path)
     convert = table["convert"]
     size = {
         "kv_heads": "{} KV heads",
@@ -70,7 +71,14 @@ def _entry(name: str) -> Entry:
         "kv_ratio": "{} of the cache",
     }
     said = next(text.format(convert[key]) for key, text in size.items() if key in convert)
-    return Entry(name, head[0], table["source"]["model"], f"{convert['to']}, {said}", _NOT_RUN not in "\n".join(head))
+    title = head.partition("\n")[0].lstrip("# ")
+    return Entry(name, title, table["source"]["model"], f"{convert['to']}, {said}", _NOT_RUN not in head)
+
+
+def head_of(path: Path) -> str:
+    """The comment that a recipe begins with, as it stands there."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(takewhile(lambda line: line.startswith("#"), lines))
 
 
 def copy_recipe(name: str, folder: Path) -> Path:
@@ -84,8 +92,6 @@ def copy_recipe(name: str, folder: Path) -> Path:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; name the folder to copy to")
     copy = folder / f"{name}.yaml"
-    if copy.exists():
-        raise UserError(f"{copy} exists; name another folder, or move it away")
-    with output_file(copy) as file:
+    with output_file(copy, overwrite=None) as file:
         file.write((RECIPES / f"{name}.yaml").read_bytes())
     return copy

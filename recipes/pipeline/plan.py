@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -255,7 +255,7 @@ def plan_recipe(
         steps=steps,
         layer_steps=stages.get("layers", 0),
         tokens=tokens,
-        **{f"{_FIGURES.get(field.name, field.name)}_bytes": getattr(needed, field.name) for field in fields(needed)},
+        **asdict(needed),
         device_bytes=needed.total,
         host_bytes=MASTER * parameters * (found // machines) if SHARDINGS[sharding].uniform else 0,
         device_memory_bytes=int(device_memory),
@@ -274,13 +274,6 @@ def plan_recipe(
         token_bytes=token_bytes,
         disk_bytes=2 * result_bytes + checkpoint_bytes + token_bytes,
     )
-
-
-# Where `Memory` has another name than `UptrainPlan`, whose keys these are.
-_FIGURES = {"weights": "weight", "copies": "copy", "gradients": "gradient", "moments": "moment"} | {
-    "activations": "activation",
-    "logits": "logit",
-}
 
 
 def said(plan: RecipePlan) -> tuple[str, str]:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...common.embedded import named_model
 from ...common.errors import UserError, did_you_mean
-from ...common.text import HUB, builtin_kinds
+from ...common.text import check_text
 from ...common.typed import at_home, plain_key, read_table, split_pair, typed, typed_table, written
 from ...uptrain.recipe import SOURCE, Recipe, read_recipe, teach
-from .catalogue import find_recipe
+from .catalogue import find_recipe, head_of
 from .keys import NEEDED, SECTIONS, keys_of
 
-FIRST = "healed"  # where a pipeline has an uptraining write to, if nobody says otherwise
 _TEXTS = ("text", "data", "eval_text", "calib")  # keys that name texts
 _PATHS = frozenset({*_TEXTS, "model", "stats", "include_path", "task"})  # keys that may name a path
 _MISSING = "kvfold recipes ls names those that come with kvfold, or give a YAML file"
@@ -44,14 +44,14 @@ class Pipeline:
     def revision(self) -> str | None:
         return self.sections[SOURCE].get("revision")
 
-    def uptraining(self, model: str, out: str, **others: Any) -> Recipe:
+    def uptraining(self, model: str, out: str) -> Recipe:
         """The uptraining, of `model` to `out`.
 
         Raises:
             UserError: its values are out of range, or contradict each other.
         """
         section = teach(self.sections["uptrain"], self.sections[SOURCE])
-        return Recipe(model=model, out=out, **section, **others)
+        return Recipe(model=model, out=out, **section)
 
 
 def read_pipeline(name: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
@@ -72,7 +72,8 @@ def read_pipeline(name: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
         raise UserError(f"{path} is a recipe of an uptraining alone; kvfold uptrain runs it")
     pairs = [_split(pair) for pair in overrides]
     said = {section: _section(where, section, part) for section, part in table.items()}
-    to = _last(pairs, "convert", "to") or said.get("convert", {}).get("to")
+    asked = [text for section, key, text, _ in pairs if (section, key) == ("convert", "to")]
+    to = asked[-1] if asked else said.get("convert", {}).get("to")
     sections: dict[str, dict[str, Any]] = {}
     for section, part in said.items():
         sections[section] = typed_table(part, keys_of(section, to, where), where, f"{section}.")
@@ -83,7 +84,7 @@ def read_pipeline(name: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
         value = typed(f"{section}.{key}", written(key, text, known[key]), known[key])
         sections.setdefault(section, {})[key] = value
     ordered = {name: _at_home(sections.get(name, {})) for name in SECTIONS if name in sections or name == SOURCE}
-    pipeline = Pipeline(path.stem, _head(path), ordered)
+    pipeline = Pipeline(path.stem, head_of(path), ordered)
     _check(pipeline, where)
     return pipeline
 
@@ -117,11 +118,6 @@ def _split(pair: str) -> tuple[str, str, str, str]:
     return plain_key(section), plain_key(key), text, pair
 
 
-def _last(pairs: Iterable[tuple[str, str, str, str]], section: str, key: str) -> str | None:
-    found = [text for one, name, text, _ in pairs if (one, name) == (section, key)]
-    return found[-1] if found else None
-
-
 def _section(where: str, section: Any, part: Any) -> dict[str, Any]:
     """A section as it stands there; one without a line below it is there all the same."""
     if section not in SECTIONS:
@@ -136,12 +132,6 @@ def _section(where: str, section: Any, part: Any) -> dict[str, Any]:
 def _at_home(part: dict[str, Any]) -> dict[str, Any]:
     """A section in which ~ is home, where a path may stand."""
     return {key: at_home(value) if key in _PATHS else value for key, value in part.items()}
-
-
-def _head(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    end = next((number for number, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    return "\n".join(lines[:end])
 
 
 def _check(pipeline: Pipeline, where: str) -> None:
@@ -166,21 +156,19 @@ def _check(pipeline: Pipeline, where: str) -> None:
     if "eval" in sections and not sections["eval"].get("text"):
         raise UserError(f"{where}eval.text is missing; give a file, builtin, or hub:NAME")
     if "uptrain" in sections:
-        try:
-            pipeline.uptraining("converted", FIRST)
-        except UserError as error:
-            raise UserError(f"{where}uptrain: {error}") from None
+        with _said_of(f"{where}uptrain: "):
+            pipeline.uptraining("converted", "healed")
     for section, part in sections.items():
         for key in _TEXTS:
-            check_texts(part.get(key, ()), f"{where}{section}.{key}")
+            for text in part.get(key, ()):
+                with _said_of(f"{where}{section}.{key}: "):
+                    check_text(text)
 
 
-def check_texts(texts: Iterable[str], where: str) -> None:
-    """Refuse texts that are not there; what is on the Hub is known when it is read.
-
-    Raises:
-        UserError: names the text.
-    """
-    for text in texts:
-        if text != "none" and not builtin_kinds(text) and not text.startswith(HUB) and not Path(text).is_file():
-            raise UserError(f"{where}: text {text} does not exist; give a path, builtin, or {HUB}NAME")
+@contextmanager
+def _said_of(where: str) -> Iterator[None]:
+    """Put the place in front of what is wrong there."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None

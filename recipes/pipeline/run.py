@@ -226,12 +226,8 @@ class _Run:
         """Have the conversion look at its source, before that is calibrated for long."""
         work = next(work for work in self.works if work.stage == "convert")
         words = [*work.words[:4], *self.place.revision, *flags(conversion(self.pipeline)), "--dry-run", "--json"]
-        command = Command((sys.executable, "-m", "kvfold.cli", *words), dict(os.environ))
         with tempfile.TemporaryFile() as nowhere:
-            status = launch(command, stdout=nowhere, short_of_memory=_SHORT_OF_MEMORY)
-        if status > 128:
-            raise Stopped(status - 128)
-        self._refuse(work, status)
+            self._refuse(work, self._launch(work, words, stdout=nowhere))
 
     def _commit(self, model: str, revision: str | None) -> str | None:
         """The commit of a Hub id, the first time that a run asks; None for a path."""
@@ -342,14 +338,19 @@ class _Run:
             self.record.save()
 
         words = (*work.words, *([work.overwrite] if overwrite and work.overwrite else []), "--json")
-        command = Command((sys.executable, "-m", "kvfold.cli", *words), dict(os.environ))
         with output_file(self._printed(work), overwrite=True) as file:
-            status = launch(command, stdout=file, started=started, short_of_memory=_SHORT_OF_MEMORY)
-            if status > 128:
-                raise Stopped(status - 128, f"{work.name} is not done, and {_GO_ON}")
+            status = self._launch(work, words, stdout=file, started=started)
             if status != CheckFailed.exit_status:  # which comes with figures
                 self._refuse(work, status)
         self._refuse(work, status)
+
+    def _launch(self, work: Work, words: Sequence[str], **streams: Any) -> int:
+        """Run kvfold with these words in a process of its own, and return its status."""
+        command = Command((sys.executable, "-m", "kvfold.cli", *words), dict(os.environ))
+        status = launch(command, short_of_memory=_SHORT_OF_MEMORY, **streams)
+        if status > 128:
+            raise Stopped(status - 128, f"{work.name} is not done, and {_GO_ON}")
+        return status
 
     def _refuse(self, work: Work, status: int) -> None:
         """Raise what a status stands for, if it is not 0; what was wrong, the command has said itself."""

@@ -99,9 +99,9 @@ def flags(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _settings(values: Mapping[str, Any], **others: Any) -> dict[str, Any]:
+def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those that a result depends on, as JSON has them."""
-    return json.loads(json.dumps({key: value for key, value in values.items() if key not in _BESIDE} | others))
+    return json.loads(json.dumps({key: value for key, value in values.items() if key not in _BESIDE}))
 
 
 def _reads(place: Place, *names: str, texts: Iterable[str] = ()) -> dict[str, str]:
@@ -179,7 +179,7 @@ def _uptrain(pipeline: Pipeline, place: Place) -> list[Work]:
             "uptrain",
             ("uptrain", place / RECIPE, f"model={model}", f"out={out}", f"run_dir={out}{RUN_SUFFIX}"),
             overwrite="--overwrite",
-            settings=json.loads(json.dumps(settings)),
+            settings=_settings(settings),
             reads=_reads(place, CONVERTED, *taught, texts=recipe.data) | others,
             makes=place.folder / HEALED,
             works_in=place.folder / f"{HEALED}{RUN_SUFFIX}",

@@ -168,19 +168,19 @@ def test_memory_of_a_recipe():
     alone = memory(RECIPE, shape, **numbers, teacher_parameters=0, sharding="single", processes=1)
     assert isinstance(alone, Memory)
     assert alone.total == sum(asdict(alone).values())
-    assert (alone.teacher, alone.weights) == (0, 4 * 100 + 2 * 900)
+    assert (alone.teacher_bytes, alone.weight_bytes) == (0, 4 * 100 + 2 * 900)
     fuller = memory(
         replace(RECIPE, micro_batch_size=4), shape, **numbers, teacher_parameters=0, sharding="single", processes=1
     )
-    assert fuller.activations == 4 * alone.activations
+    assert fuller.activation_bytes == 4 * alone.activation_bytes
     # A process that has fewer windows than a micro-batch holds no more than it has.
     eighth = memory(
         replace(RECIPE, micro_batch_size=4), shape, **numbers, teacher_parameters=0, sharding="ddp", processes=8
     )
-    assert eighth.activations == alone.activations
+    assert eighth.activation_bytes == alone.activation_bytes
     taught = replace(RECIPE, teacher="t")
     told = memory(taught, shape, **numbers, teacher_parameters=1000, sharding="fsdp2", processes=2)
-    assert told.teacher == teacher_bytes(1000, shape, 16, width=2, matches_layers=True) == 2 * (1000 + 16 * 64 * 3)
+    assert told.teacher_bytes == teacher_bytes(1000, shape, 16, width=2, matches_layers=True) == 2 * (1000 + 16 * 64 * 3)
     with pytest.raises(UserError, match="does not divide among 3"):
         memory(RECIPE, shape, **numbers, teacher_parameters=0, sharding="ddp", processes=3)
 
