@@ -8,7 +8,7 @@ JOBS ?= 2
 INSTALLED := $(VENV)/.kvfold-installed
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lanes style quality real engines bench
+.PHONY: setup demo test lanes style quality real engines bench dist
 
 setup: $(INSTALLED)
 
@@ -24,10 +24,10 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
-# What takes minutes: the embedded recipe from conversion to a Hub on this machine, also killed again and again, and every
-# command of the documents.
+# What takes minutes: the embedded recipe from conversion to a Hub on this machine, also killed again and again, every
+# command of the documents, and the wheel in an environment of its own.
 lanes: setup
-	$(BIN)/python -m pytest -v tests/lanes/pipeline.py tests/lanes/documented.py
+	$(BIN)/python -m pytest -v tests/lanes/pipeline.py tests/lanes/documented.py tests/lanes/release.py
 
 style: setup
 	$(BIN)/ruff check --fix .
@@ -45,6 +45,12 @@ real: setup
 # vLLM and llama.cpp on the CPU, each in an environment of its own in kvfold's cache (2.7 GB); can be stopped and resumed.
 engines: setup
 	$(BIN)/python -m kvfold.recipes.engines
+
+# What is uploaded, in dist/; see "Release" in CONTRIBUTING.md.
+dist: setup
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 bench: setup
 	$(BIN)/python -m kvfold.recipes.bench.convert

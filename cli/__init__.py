@@ -20,6 +20,7 @@ from .convert import convert
 from .demo import demo
 from .eval import evaluate
 from .inspect import inspect
+from .plan import plan
 from .publish import publish
 from .recipes import recipes
 from .report import report
@@ -34,7 +35,8 @@ def kvfold() -> None:
     """Fold the key/value cache of pretrained language models."""
 
 
-for command in (inspect, calibrate, convert, check, uptrain, verify, evaluate, report, recipes, run, publish, demo):
+_COMMANDS = (inspect, plan, calibrate, convert, check, uptrain, verify, evaluate, report, recipes, run, publish, demo)
+for command in _COMMANDS:
     kvfold.add_command(command)
 
 

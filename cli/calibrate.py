@@ -11,9 +11,11 @@ from ..common.output import print_report
 from . import options
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("src", type=options.model)
-@click.option("--out", "-o", type=click.Path(path_type=Path), required=True, help="The file of statistics to create.")
+@click.option(
+    "--out", "-o", type=options.NewStatistics(path_type=Path), required=True, help="The file of statistics to create."
+)
 @options.calibration
 @click.option("--batch-size", type=options.count, default=1, show_default=True, help="Windows at a time.")
 @options.run_dtype(auto="float32 on a CPU and the checkpoint's own elsewhere")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import click
 
 from ..common.errors import CheckFailed
-from ..common.output import print_report
+from ..common.output import print_lines, print_report
 from . import options
 
 # As convert.demands.ENGINES, which the command line does not read to say its help.
 ENGINES = ("transformers", "vllm", "vllm-transformers", "sglang", "llama.cpp")
 
 
-@click.command()
-@click.argument("out")
+@click.command(cls=options.Command)
+@click.argument("out", type=options.model)
 @click.option(
     "--engine",
     type=click.Choice(ENGINES),
@@ -34,6 +34,6 @@ def check(out: str, engine: str, revision: str | None, as_json: bool) -> None:
     print_report(report, as_json=as_json, hide=["reason", "violations"])
     if not as_json:
         for violation in report.violations:
-            print(f"{violation.severity}  {violation.topic}: {violation.wrong}\n  mend: {violation.mend}")
+            print_lines(f"{violation.severity}  {violation.topic}: {violation.wrong}", f"  mend: {violation.mend}")
     if not report.passed:
         raise CheckFailed(report.reason)

@@ -18,7 +18,7 @@ def convert() -> None:
     """Convert a checkpoint to a cheaper kind of attention."""
 
 
-@convert.command()
+@convert.command(cls=options.Command)
 @click.argument("src", type=options.model)
 @click.argument("out")
 @click.option("--kv-heads", type=options.count, required=True, help="KV heads of the result; 1 is MQA.")
@@ -39,7 +39,7 @@ def gqa(src: str, out: str, as_json: bool, **knobs: Any) -> None:
     _say(convert_gqa(src, out, progress=show_progress, **knobs), as_json)
 
 
-@convert.command()
+@convert.command(cls=options.Command)
 @click.argument("src", type=options.model)
 @click.argument("out")
 @click.option("--kv-elements", type=options.count, help="Numbers to cache a token and layer: rank and rotary key.")
@@ -99,7 +99,7 @@ def mla(src: str, out: str, as_json: bool, **knobs: Any) -> None:
         print_table(report.search, {name: name for name in ("rope_select", "rope_dim", "kv_rank", "loss")})
 
 
-@convert.command()
+@convert.command(cls=options.Command)
 @click.argument("src", type=options.model)
 @click.argument("out")
 @options.writing

@@ -10,10 +10,10 @@ from ..common.output import print_report, print_table
 from . import options
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=options.NewFolder(path_type=Path),
     help="Keep all in this new directory.  [kvfold's cache]",
 )
 @options.as_json

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ..common.output import print_report, print_warnings
+from ..common.output import print_lines, print_report, print_warnings
 from . import options
 
 _LATENT = (
@@ -15,7 +15,7 @@ _LATENT = (
 )
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("src", type=options.model)
 @click.option("--context", type=options.count, help="Tokens of the sequence to size.  [the model's context]")
 @options.revision
@@ -35,7 +35,7 @@ def inspect(src: str, context: int | None, revision: str | None, as_json: bool) 
     print_report(report, as_json=as_json, hide=["conversions", "warnings", *latent])
     if not as_json:
         for row in report.conversions:
-            print(f"convert to {row.to}: {_how(row)}{f' ({row.reason})' if row.reason else ''}")
+            print_lines(f"convert to {row.to}: {_how(row)}{f' ({row.reason})' if row.reason else ''}")
 
 
 def _how(row: Any) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,22 +62,96 @@ class Names(click.ParamType):
         return names
 
 
-class Model(click.ParamType):
-    """A directory, a GGUF file, a Hub id, or `embedded`; what each may be, the command says best."""
+class Command(click.Command):
+    """A command that looks at what its parameters name before it imports what it works with.
 
-    name = "model"
+    A type may have a method `check`, which takes the value and those of all parameters, and raises a UserError. So what
+    a path, a config or a header says wrong is told in the time that `kvfold --help` takes.
+    """
+
+    def invoke(self, ctx: click.Context) -> Any:
+        for param in self.params:
+            value = ctx.params.get(param.name or "")
+            if (check := getattr(param.type, "check", None)) and value is not None:
+                for number, one in enumerate(value if isinstance(value, tuple) else (value,)):
+                    check(one, ctx.params, first=number == 0)
+        return super().invoke(ctx)
+
+
+@dataclass(frozen=True)
+class Model(click.ParamType):
+    """A directory, a GGUF file, a Hub id, or `embedded`.
+
+    Attributes:
+        weights: whether they are needed, beside the config.
+        revised: whether --revision is of it, or of the first of several.
+    """
+
+    name: str = "model"
+    weights: bool = True
+    revised: bool = True
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return named_model(str(value))
 
+    def check(self, value: str, params: Mapping[str, Any], *, first: bool) -> None:
+        from ..common.sources import check_cached
+        from ..convert.source import check_source
+
+        revision = params.get("revision") if self.revised and first else None
+        if check_source(value, revision, weights=self.weights) == "hub":
+            check_cached(value, revision)
+
+
+class Text(click.ParamType):
+    """A file, `builtin[:KIND]`, `hub:NAME`, or `none` where that is a choice."""
+
+    name = "text"
+
+    def check(self, value: str, params: Mapping[str, Any], *, first: bool) -> None:
+        from ..common.text import check_text
+
+        check_text(value)
+
+
+class Statistics(click.Path):
+    """A file of `kvfold calibrate`."""
+
+    def check(self, value: Path, params: Mapping[str, Any], *, first: bool) -> None:
+        from ..convert.calibration.recognise import check_statistics
+
+        check_statistics(value)
+
+
+class NewStatistics(click.Path):
+    """A file that `kvfold calibrate` is to write."""
+
+    def check(self, value: Path, params: Mapping[str, Any], *, first: bool) -> None:
+        from ..convert.calibration.recognise import check_new_statistics
+
+        check_new_statistics(value, overwrite=params["overwrite"])
+
+
+class NewFolder(click.Path):
+    """A directory to create, which must not be there."""
+
+    def check(self, value: Path, params: Mapping[str, Any], *, first: bool) -> None:
+        from ..common.atomic import check_output
+
+        check_output(value, overwrite=None)
+
 
 count = Count()
 model = Model()
+result = Model(revised=False)
+described = Model(weights=False)
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object.")
 revision = click.option("--revision", help="Branch, tag or commit of a Hub id.")
 source_revision = click.option("--revision", help="Branch, tag or commit of SRC, if it is a Hub id.")
-text = click.option("--text", multiple=True, required=True, help="A file, builtin, or hub:NAME; may be repeated.")
+text = click.option(
+    "--text", type=Text(), multiple=True, required=True, help="A file, builtin, or hub:NAME; may be repeated."
+)
 max_windows = click.option("--max-windows", type=count, help="Use only the first so many windows.")
 batch_size = click.option("--batch-size", type=count, default=1, show_default=True, help="Does not change the result.")
 device = click.option("--device", default="auto", show_default=True, help="Where to run: cpu, cuda, cuda:1, mps.")
@@ -84,6 +160,7 @@ device = click.option("--device", default="auto", show_default=True, help="Where
 _CALIBRATION = (
     click.option(
         "--calib",
+        type=Text(),
         multiple=True,
         metavar="TEXT",
         help="Calibrate on a file, builtin[:KIND], hub:NAME, or none; may be repeated.  [builtin]",
@@ -109,7 +186,7 @@ _LEARNING = (
     *_CALIBRATION,
     click.option("--calib-batch-size", type=count, default=1, show_default=True, help="Windows at a time."),
     click.option("--calib-dtype", type=click.Choice(DTYPES), default="auto", show_default=True, help="Run SRC in it."),
-    click.option("--stats", type=click.Path(path_type=Path), help="A file of kvfold calibrate.  [made, and cached]"),
+    click.option("--stats", type=Statistics(path_type=Path), help="A file of kvfold calibrate.  [made, and cached]"),
     click.option(
         "--refine",
         type=count,

@@ -13,8 +13,8 @@ from . import options
 _PATH = click.Path(path_type=Path)
 
 
-@click.command()
-@click.argument("out")
+@click.command(cls=options.Command)
+@click.argument("out", type=options.result)
 @click.argument("repo_id")
 @click.option("--report", type=_PATH, metavar="DIR", help="A report on OUT, whose figures and page go along.")
 @click.option("--recipe", type=_PATH, metavar="FILE", help="The recipe of the pipeline that made OUT.")

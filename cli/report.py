@@ -24,11 +24,18 @@ _COLUMNS = {
 }
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("src", type=options.model)
-@click.argument("outs", metavar="OUT...", nargs=-1, required=True)
+@click.argument("outs", type=options.result, metavar="OUT...", nargs=-1, required=True)
 @click.option("-o", "--out", "folder", type=click.Path(path_type=Path), required=True, help="The folder to create.")
-@click.option("--text", multiple=True, default=("builtin",), show_default=True, help="A file, builtin, or hub:NAME.")
+@click.option(
+    "--text",
+    type=options.Text(),
+    multiple=True,
+    default=("builtin",),
+    show_default=True,
+    help="A file, builtin, or hub:NAME.",
+)
 @click.option("--window", type=options.count, help="Tokens a window.  [512, or the source's context if smaller]")
 @options.max_windows
 @options.batch_size

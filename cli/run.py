@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 
 import click
 
-from ..common.output import print_report, print_table
+from ..common.output import print_lines, print_report, print_table
+from ..common.shown import say
 from . import options
 
 _COLUMNS = {"step": "step", "stage": "stage", "state": "state", "seconds": "seconds"}
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("-o", "--out", metavar="DIR", help="The folder of the run.  [the recipe's name, here]")
@@ -32,9 +32,6 @@ def run(recipe: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool, *
     """
     from ..recipes.pipeline.run import run_recipe
 
-    def say(line: str) -> None:
-        print(f"kvfold: {line}", file=sys.stderr, flush=True)
-
     report = run_recipe(recipe, overrides, dry_run=dry_run, say=say, **knobs)  # type: ignore[arg-type]
     print_report(report, as_json=as_json, hide=["results", "notes"])
     if as_json:
@@ -42,6 +39,6 @@ def run(recipe: str, overrides: tuple[str, ...], dry_run: bool, as_json: bool, *
     print()
     print_table([asdict(step) for step in report.results], _COLUMNS)
     if dry_run:
-        print("", *(step.command for step in report.results if step.state == "to do"), sep="\n")
+        print_lines("", *(step.command for step in report.results if step.state == "to do"))
     for note in report.notes:
-        print(f"\n{note}")
+        print_lines("", note)

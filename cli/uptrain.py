@@ -12,7 +12,7 @@ from ..common.output import print_report
 from . import options
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("words", nargs=-1, metavar="[CONFIG] [KEY=VALUE]...")
 @click.option("--accelerate", metavar="NAME|FILE", help="How to spread it: ddp, fsdp2, ..., or a file.")
 @click.option("--num-processes", type=options.count, help="Over all machines.  [one a GPU, or one on a CPU]")

@@ -11,9 +11,9 @@ from ..common.output import print_layers, print_report
 from . import options
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("src", type=options.model)
-@click.argument("out")
+@click.argument("out", type=options.result)
 @options.text
 @click.option("--window", type=options.count, help="Tokens a window.  [512, or the models' context if smaller]")
 @options.max_windows

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -136,6 +137,11 @@ def _install(staging: Path, backup: Path, out: Path) -> None:
             backup.rename(out)
             raise
         shutil.rmtree(backup, ignore_errors=True)  # the next writer may be removing it as well
+    except BaseException:
+        with suppress(FileNotFoundError):  # a signal after the exchange: the rest of the old one goes all the same
+            if os.path.samestat(os.fstat(old), staging.stat()):
+                shutil.rmtree(staging, ignore_errors=True)
+        raise
     finally:
         os.close(old)
 
@@ -171,9 +177,7 @@ def check_output(out: Path, *, overwrite: bool | None, kind: Kind = CHECKPOINT) 
     Raises:
         UserError: it exists and may not be replaced, or what exists is of another kind.
     """
-    target = real_path(out)
-    if blocked := [parent for parent in target.parents if parent.exists() and not parent.is_dir()]:
-        raise UserError(f"{blocked[0]} is a file, so {out} cannot be created in it; choose another OUT")
+    target = _free_way(out)
     if not target.exists():
         return
     if not target.is_dir():
@@ -185,6 +189,37 @@ def check_output(out: Path, *, overwrite: bool | None, kind: Kind = CHECKPOINT) 
         raise UserError(f"{out} holds the current directory; --overwrite does not replace that")
     if any(target.iterdir()) and not kind.holds(target):
         raise UserError(f"{out} is not {kind.name}, so --overwrite does not replace it; move it away")
+
+
+def check_output_file(out: Path, *, overwrite: bool | None) -> None:
+    """Refuse a file that may not be written, before any work is done.
+
+    Args:
+        overwrite: whether an existing file may be replaced; None where no command offers to.
+
+    Raises:
+        UserError: it exists and may not be replaced, or is no file.
+    """
+    target = _free_way(out)
+    if target.exists() and not target.is_file():  # a device such as /dev/null could even be replaced
+        raise UserError(f"{out} is a {'directory' if target.is_dir() else 'device'}; name a file")
+    if target.exists() and not overwrite:
+        way = "move it away" if overwrite is None else "replace it with --overwrite"
+        raise UserError(f"{out} exists; choose another name, or {way}")
+
+
+def _free_way(out: Path) -> Path:
+    """The path to write to, behind links.
+
+    Raises:
+        UserError: it leads through a file, or over a link to where nothing is: nobody can say whether that was meant.
+    """
+    target = real_path(out)
+    if out.is_symlink() and not out.exists():
+        raise UserError(f"{out} is a link that leads nowhere; mend it, or choose another OUT")
+    if blocked := [parent for parent in target.parents if parent.exists() and not parent.is_dir()]:
+        raise UserError(f"{blocked[0]} is a file, so {out} cannot be created in it; choose another OUT")
+    return target
 
 
 def real_path(path: Path) -> Path:
@@ -208,22 +243,14 @@ def output_file(out: Path, *, overwrite: bool | None = False, wait: bool = False
     """
     target = real_path(out)
     staging, _ = siblings(target)
-
-    def check() -> None:
-        if target.exists() and not target.is_file():  # a device such as /dev/null could even be replaced
-            raise UserError(f"{out} is a {'directory' if target.is_dir() else 'device'}; name a file")
-        if target.exists() and not overwrite:
-            way = "move it away" if overwrite is None else "replace it with --overwrite"
-            raise UserError(f"{out} exists; choose another name, or {way}")
-
-    check()
+    check_output_file(out, overwrite=overwrite)
     with _parents(target), _claim_file(staging, out, wait) as file:
         try:
-            check()
+            check_output_file(out, overwrite=overwrite)
             yield file
             os.fsync(file)
             if overwrite or not _rename_with(_NOREPLACE, staging, target):
-                check()  # it may be there by now
+                check_output_file(out, overwrite=overwrite)  # it may be there by now
                 staging.replace(target)
         except BaseException:
             staging.unlink(missing_ok=True)
@@ -305,6 +332,19 @@ def working_folder(folder: Path) -> Iterator[Path]:
         raise
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """Create a folder for temporary files (TMPDIR says where), which goes again, as far as that is still allowed.
+
+    Python's own TemporaryDirectory does not end, before 3.12, where it may not remove its folder.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

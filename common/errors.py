@@ -8,11 +8,24 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from .shown import shown
+
+_LONGEST = 399  # letters of a message
+_ELLIPSIS = " ... "
+
 
 class KvfoldError(Exception):
-    """Base of the errors that are shown as one line instead of a traceback."""
+    """Base of the errors that are shown as one line instead of a traceback.
+
+    A message quotes names from files that may be anybody's, and words of other programs: it is as `shown` makes it,
+    and of what is far too long the middle is left out, since what is wrong stands at the beginning and the way out at
+    the end.
+    """
 
     exit_status = 70
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_in_a_line(message))
 
 
 class CheckFailed(KvfoldError):
@@ -31,6 +44,14 @@ class EnvironmentFailure(KvfoldError):
     """The machine failed: disk, network or memory. The input may be fine."""
 
     exit_status = 3
+
+
+def _in_a_line(message: str) -> str:
+    message = shown(message if message.isprintable() else " ".join(message.split()))
+    if len(message) > _LONGEST:
+        half = (_LONGEST - len(_ELLIPSIS)) // 2
+        message = f"{message[:half]}{_ELLIPSIS}{message[-half:]}"
+    return message
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -17,6 +17,8 @@ from .errors import EnvironmentFailure, UserError
 LAUNCHER = "KVFOLD_LAUNCHER"  # process number of what started this process and waits for it
 _PR_SET_PDEATHSIG = 1
 _LOOK = 0.1  # seconds between two looks at a process
+# `python -m` would import from the working directory first, which may be a checkpoint's; from Python 3.11 on.
+_NOTHING_FROM_HERE = {"PYTHONSAFEPATH": "1"}
 # What is handed on of what asks us to stop. Nobody sends SIGHUP to those who are not on the terminal that closed.
 _HANDED_ON = {
     signal.SIGINT: signal.SIGINT,
@@ -68,7 +70,7 @@ def launch(
     heard = [number for number in _HANDED_ON if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, hand_on) for number in heard}
     try:
-        env = command.env | {LAUNCHER: str(os.getpid())}
+        env = command.env | {LAUNCHER: str(os.getpid()), **_NOTHING_FROM_HERE}
         child = subprocess.Popen(command.argv, env=env, stdout=stdout, start_new_session=True)
         started(child.pid)
         if got:  # while it was being started

@@ -6,11 +6,12 @@ Here either is an error that names them: a figure measured on half a checkpoint 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from .errors import UserError, did_you_mean
-from .sources import add_own_types, first_line, one_line_errors, quiet, read_config, source_kind
+from .sources import add_own_types, first_line, one_line_errors, quiet, read_config, read_raw_config, source_kind
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 DTYPES = ("auto", "checkpoint", *FLOATS)
@@ -23,7 +24,14 @@ _TOKENIZER_FILES = (
 )
 
 
-def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto", revision: str | None = None):
+def load_model(
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    fits: Callable[[Any], object] | None = None,
+):
     """Load a causal language model, whole and in evaluation mode.
 
     Args:
@@ -33,6 +41,7 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto", 
         device: as torch names it; `auto` for CUDA where there is one, else the CPU. MPS must be asked for, as
             it lacks float64 and rounds differently.
         revision: branch, tag or commit of a Hub id.
+        fits: told the config before any weights are read; raises what does not fit it.
 
     Returns:
         The `PreTrainedModel`.
@@ -49,6 +58,12 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto", 
     if dtype == "auto":
         dtype = "float32" if torch.device(device).type == "cpu" else "checkpoint"
     source, options = _locate(str(model), revision)
+    if fits is not None:
+        with one_line_errors(model), quiet():
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(source, **options, trust_remote_code=False)
+        fits(config)
     with one_line_errors(model), quiet():
         from transformers import AutoModelForCausalLM
 
@@ -86,7 +101,7 @@ def load_tokenizer(model: str | Path, *, revision: str | None = None):
     # transformers would build an empty tokenizer for some families.
     if folder.is_dir() and not any(any(folder.glob(name)) for name in _TOKENIZER_FILES):
         raise UserError(f"{model} has no tokenizer; copy the source's tokenizer files into it")
-    with one_line_errors(model), quiet():
+    with one_line_errors(model, "the tokenizer of "), quiet():
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(source, **options, trust_remote_code=False)
@@ -114,7 +129,16 @@ def _locate(model: str, revision: str | None) -> tuple[str, dict[str, str]]:
     if kind == "folder":
         read_config(Path(model))
         return model, {}
-    add_own_types()  # what the Hub has is known when it is loaded
+    add_own_types()
+    with one_line_errors(model), quiet():
+        from huggingface_hub import hf_hub_download
+        from transformers.utils import find_adapter_config_file
+
+        config = Path(hf_hub_download(model, "config.json", revision=revision))
+        adapter = find_adapter_config_file(model, revision=revision)
+    if adapter is not None:
+        raise UserError(f"{model} holds a PEFT adapter; merge it into its base model first")
+    read_raw_config(config.parent)
     return model, {"revision": revision} if revision else {}
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .parallel import is_main_process
+from .shown import say, shown, without_secrets
 
 A_ROW = 10  # layers a row of a table; round, so that a layer's number can be read off
 
@@ -22,11 +22,12 @@ def print_report(report: Any, *, as_json: bool, hide: Sequence[str] = ()) -> Non
     """Print one report, unless another process does; `hide` names fields that the caller shows in another way."""
     data = to_dict(report)
     if as_json:
-        _print(json.dumps(data, allow_nan=False))
+        if is_main_process():
+            print(without_secrets(json.dumps(data, allow_nan=False)))
         return
     rows = [(key, _say(key, value)) for key, value in _flat(data).items() if key not in hide]
     width = max(len(key) for key, _ in rows)
-    _print(*(f"{key:<{width}}  {value}" for key, value in rows))
+    print_lines(*(f"{key:<{width}}  {value}" for key, value in rows))
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *, title: str = "") -> None:
@@ -35,14 +36,14 @@ def print_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str], *
     The first column stands left. A title is set off from what was printed before.
     """
     if title:
-        _print("", title)
+        print_lines("", title)
     cells = [list(columns), *([_say(key, row[key]) for key in columns.values()] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
         head, *rest = (
             f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(line, widths, strict=True))
         )
-        _print("  ".join([head, *rest]))
+        print_lines("  ".join([head, *rest]))
 
 
 def print_layers(title: str, figures: Sequence[float | None]) -> None:
@@ -59,13 +60,13 @@ def print_warnings(warnings: Iterable[str]) -> None:
     """What a user should know beside a report, a line each, on standard error from one process of all."""
     if is_main_process():
         for warning in warnings:
-            print(f"kvfold: warning: {warning}", file=sys.stderr)
+            say(f"warning: {warning}")
 
 
-def _print(*lines: str) -> None:
-    """To standard output, from one process of all."""
+def print_lines(*lines: str) -> None:
+    """Print lines beside a report, from one process of all."""
     if is_main_process():
-        print(*lines, sep="\n")
+        print(*map(shown, lines), sep="\n")
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

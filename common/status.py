@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from .errors import CheckFailed, EnvironmentFailure, KvfoldError, UserError
 from .parallel import is_alone, is_first_here
+from .shown import say, without_secrets
 
 # The system's errors that say that a path cannot be, rather than that the machine failed.
 _WRONG_PATH = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
@@ -59,7 +60,7 @@ def status_of(work: Callable[[], int]) -> int:
         return 0
     except OSError as error:
         if error.errno in _WRONG_PATH:
-            return fail(f"this path cannot be used: {error}", UserError.exit_status)
+            return fail(f"this path cannot be used: {error}; name another", UserError.exit_status)
         return fail(f"the machine failed: {error}", EnvironmentFailure.exit_status)
     except Exception as error:
         if not is_alone() and re.search(_LEFT_ALONE, str(error), re.IGNORECASE):
@@ -69,7 +70,7 @@ def status_of(work: Callable[[], int]) -> int:
             return fail("the machine failed: out of memory", EnvironmentFailure.exit_status)
         if re.search(_NO_ROOM, str(error), re.IGNORECASE):  # torch and safetensors do not raise OSError
             return fail(f"the machine failed: no room to write ({error})", EnvironmentFailure.exit_status)
-        traceback.print_exc()
+        print(without_secrets(traceback.format_exc()), end="", file=sys.stderr)
         return fail("this is a fault of kvfold; please report the lines above", KvfoldError.exit_status)
 
 
@@ -88,7 +89,7 @@ def fail(message: str, status: int) -> int:
             time.sleep(_TURN)
         except Stopped:  # by the launcher, as the first has spoken and ended
             return status
-    print(f"kvfold: {' '.join(message.split())}", file=sys.stderr)
+    say(" ".join(message.split()))
     return status
 
 

@@ -205,6 +205,10 @@ def check_text(name: str) -> None:
         raise UserError(f"{name or 'an empty name'} is a directory; name its files one by one")
     if not Path(name).exists():
         raise UserError(f"text {name} does not exist; give a path, {BUILTIN!r}, or {HUB}NAME")
+    if not Path(name).is_file():  # a pipe would be waited for, and a device has no end
+        raise UserError(f"text {name} is a pipe or a device; give the path of a file")
+    if Path(name).stat().st_size == 0:
+        raise UserError(f"{name} holds no text; give another file, or {BUILTIN!r}")
 
 
 def read_texts(names: Iterable[str]) -> list[str]:
@@ -246,14 +250,12 @@ def stream_text(name: str, *, held_out: bool, columns: Iterable[str] = ("text",)
         empty = False
         yield document
     if empty:
-        raise UserError(f"{name} holds no text")
+        raise UserError(f"{name} holds no text; give another file, or {BUILTIN!r}")
 
 
 def _read_file(name: str, columns: tuple[str, ...]) -> Iterator[Any]:
     check_text(name)
     path = Path(name)
-    if path.stat().st_size == 0:
-        raise UserError(f"{name} holds no text")
     if (suffix := path.suffix.lower()) in _TABLES:
         with one_line_errors(name):
             from datasets import load_dataset

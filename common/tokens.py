@@ -24,6 +24,19 @@ def plain_ids(tokenizer: Any, text: str, **options: Any) -> list[int]:
     return encode(tokenizer, text, **options)["input_ids"]
 
 
+def check_vocabulary(config: Any, highest: int) -> None:
+    """Refuse a text whose highest token id a model has no embedding for, by its config.
+
+    Raises:
+        UserError: so it is.
+    """
+    vocabulary = config.get_text_config(decoder=True).vocab_size
+    if highest >= vocabulary:
+        raise UserError(
+            f"token id {highest} lies beyond the model's vocabulary of {vocabulary}; use the model's own tokenizer"
+        )
+
+
 def leading_ids(tokenizer: Any) -> list[int]:
     """What the tokenizer puts in front of a text by default."""
     bare, whole = plain_ids(tokenizer, "a"), plain_ids(tokenizer, "a", add_special_tokens=True)

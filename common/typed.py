@@ -7,7 +7,6 @@ the command line goes the same way.
 
 from __future__ import annotations
 
-import math
 import re
 import reprlib
 import types
@@ -21,6 +20,10 @@ from typing import Any
 from .errors import UserError, did_you_mean
 
 MOST = 2**53  # more of anything than a machine holds, and exact as a float
+
+_LONGEST = 255  # bytes of a file's name
+_LARGEST = 1 << 20  # bytes of a recipe
+_DEEPEST = 20  # brackets in brackets; every one makes all that follows slower to read
 
 Rule = tuple[Callable[[Any], bool], str]
 """What a number must be, and how to say it."""
@@ -66,9 +69,11 @@ def read_table(path: Path, *, missing: str) -> dict[str, Any]:
     Raises:
         UserError: there is none, or it holds no table.
     """
-    if path.is_dir():
-        raise UserError(f"{path} is a directory; give a recipe's YAML file")
+    if path.exists() and not path.is_file():  # a pipe would be waited for, and a device has no end
+        raise UserError(f"{path} is a {'directory' if path.is_dir() else 'device'}; give a recipe's YAML file")
     try:
+        if path.stat().st_size > _LARGEST:
+            raise UserError(f"{path} is larger than any recipe; give a recipe's YAML file")
         loaded = load_yaml(path.read_bytes(), str(path))
     except FileNotFoundError:
         raise UserError(f"recipe {path} does not exist; {missing}") from None
@@ -97,6 +102,11 @@ def load_yaml(text: str | bytes, where: str) -> Any:
                         raise UserError(f"{where}: the key {key.value!r} stands there twice (line {line}); remove one")
                     seen.add(key.value)
             return super().construct_mapping(node, deep=deep)
+
+        def fetch_flow_collection_start(self, token: type) -> None:
+            if self.flow_level == _DEEPEST:
+                raise UserError(f"{where} is not YAML as recipes have it: brackets are nested too deep; write fewer")
+            super().fetch_flow_collection_start(token)
 
     try:
         return yaml.load(text, Loader=Loader)  # makes text, lists and tables only
@@ -187,7 +197,9 @@ def check_sane(name: str, value: Any) -> None:
     """
     if isinstance(value, str) and "\0" in value:
         raise UserError(f"{name} is {quoted(value)}, with a NUL in it; write it as text")
-    if isinstance(value, int | float) and not (math.isfinite(value) and abs(value) <= MOST):
+    if isinstance(value, str) and any(len(part.encode(errors="replace")) > _LONGEST for part in value.split("/")):
+        raise UserError(f"{name} is {quoted(value)}; nothing has a name of more than {_LONGEST} bytes")
+    if isinstance(value, int | float) and not abs(value) <= MOST:  # nan too
         raise UserError(f"{name} is {quoted(value)}; there is not so much of anything")
 
 

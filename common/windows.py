@@ -61,7 +61,9 @@ def split_windows(
         raise UserError(f"stride {stride} does not fit window {window}{counted}; give 1 to {held}")
     least = 2 - bos  # something precedes it
     if tokens < least:
-        raise UserError(f"the text has {tokens} token{'s' * (tokens != 1)}; scoring needs at least {least}")
+        raise UserError(
+            f"the text has {tokens} token{'s' * (tokens != 1)}; scoring needs at least {least}; give more text"
+        )
     return list(islice(_windows(tokens, held, stride, bos), max_windows))
 
 

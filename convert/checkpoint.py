@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ..common.errors import UserError
 from ..common.sources import first_line
 from .headers import FLOATS, TensorInfo, read_header, read_index
+from .sidefiles import is_there
 
 if TYPE_CHECKING:
     import torch
@@ -75,21 +76,20 @@ class Checkpoint:
         Raises:
             UserError: no weights, a shard is missing or damaged, or index and shards disagree.
         """
-        for single, index in _FORMATS:
-            if (folder / single).exists():
-                return cls._read(folder, (single,), None, frozenset({single}))
-            if (folder / index).exists():
-                weight_map = read_index(folder / index)
-                shards = tuple(sorted(set(weight_map.values())))
-                return cls._read(folder, shards, weight_map, frozenset({index, *shards}))
-        raise UserError(f"{folder} holds no weights (looked for {', '.join(sum(_FORMATS, ()))})")
+        single, index = _format_of(folder)
+        if (folder / single).exists():
+            return cls._read(folder, (single,), None, frozenset({single}))
+        weight_map = read_index(folder / index)
+        shards = tuple(sorted(set(weight_map.values())))
+        return cls._read(folder, shards, weight_map, frozenset({index, *shards}))
 
     @classmethod
     def _read(
         cls, folder: Path, shards: tuple[str, ...], weight_map: dict[str, str] | None, files: frozenset[str]
     ) -> Checkpoint:
-        if missing := [shard for shard in shards if not (folder / shard).is_file()]:
-            raise UserError(f"{folder}: {len(missing)} of {len(shards)} shards missing: {', '.join(missing[:3])}")
+        if missing := [shard for shard in shards if not is_there(folder / shard)]:
+            first = ", ".join(missing[:3])
+            raise UserError(f"{folder}: {len(missing)} of {len(shards)} shards missing: {first}; fetch them again")
         tensors: dict[str, TensorInfo] = {}
         metadata = {}
         for shard in shards:
@@ -100,9 +100,13 @@ class Checkpoint:
                 tensors[info.name] = info
         for name, shard in (weight_map or {}).items():
             if name not in tensors or tensors[name].shard != shard:
-                raise UserError(f"the index promises tensor {name} in {shard}, which does not hold it")
+                raise UserError(
+                    f"the index promises tensor {name} in {shard}, which does not hold it; fetch both again"
+                )
         if extra := [name for name in tensors if weight_map and name not in weight_map]:
-            raise UserError(f"{tensors[extra[0]].shard} holds tensor {extra[0]}, which the index does not name")
+            raise UserError(
+                f"{tensors[extra[0]].shard} holds tensor {extra[0]}, which the index does not name; fetch both again"
+            )
         return cls(folder, tensors, shards, metadata, files)
 
     def pieces(self, info: TensorInfo) -> Iterator[memoryview]:
@@ -150,6 +154,28 @@ class Checkpoint:
         return _load_bin(self.folder / info.shard)[info.name]
 
 
+def _format_of(folder: Path) -> tuple[str, str]:
+    """The pair of `_FORMATS` that a directory's weights are named by.
+
+    Raises:
+        UserError: there are none.
+    """
+    for names in _FORMATS:
+        if any((folder / name).exists() for name in names):
+            return names
+    raise UserError(f"{folder} holds no weights (looked for {', '.join(sum(_FORMATS, ()))}); give the folder that does")
+
+
+def check_headers(folder: Path) -> None:
+    """Refuse a checkpoint by its headers alone, without torch; pickled weights tell nothing before they are read.
+
+    Raises:
+        UserError: see `Checkpoint.open`.
+    """
+    if _format_of(folder) == _FORMATS[0]:
+        Checkpoint.open(folder)
+
+
 def _read_exactly(file: FileIO, start: int, buffer: memoryview) -> None:
     """Fill a buffer from a file. Not mapped: a read error is an exception here, and a killed process there."""
     while buffer:
@@ -194,7 +220,10 @@ def _load_this_bin(path: Path, mtime_ns: int, size: int) -> dict[str, torch.Tens
     except OSError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        raise UserError(f"{path.name} cannot be read as plain weights ({first_line(error)})") from None
+        said = first_line(error).partition(". ")[0] or type(error).__name__
+        raise UserError(
+            f"{path.name} cannot be read as plain weights ({said}); save the model's state_dict as safetensors"
+        ) from None
     if not isinstance(state, dict) or not all(_is_plain(name, value) for name, value in state.items()):
         raise UserError(f"{path.name} is not a plain table of dense tensors; save the model's state_dict")
     return state

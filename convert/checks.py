@@ -110,10 +110,11 @@ def account(family: Family, config: Any, stored: Mapping[str, TensorInfo]) -> di
             raise UserError(f"tensor {name} has no place in {model}{hint}; remove it, or mend the config")
         promise = promised[name]
         if promise.weight.rule != "drop" and info.shape != promise.shape:
-            raise UserError(f"tensor {name} has shape {list(info.shape)}; the config says {list(promise.shape)}")
+            shapes = f"tensor {name} has shape {list(info.shape)}; the config says {list(promise.shape)}"
+            raise UserError(f"{shapes}, which may be another model's: mend it, or fetch both again")
     for name, promise in promised.items():
         if name not in stored and not promise.optional:
-            raise UserError(f"tensor {name} is missing; {model} needs it")
+            raise UserError(f"tensor {name} is missing; {model} needs it: mend the config, or fetch the weights again")
     return {name: promised[name] for name in stored}
 
 

@@ -17,11 +17,10 @@ from ..common.progress import Progress
 from ..common.sources import read_json
 from .checkpoint import INDEX
 from .headers import FLOATS, ITEM_BYTES, main_dtype
-from .sidefiles import copy_side_files, hash_files
+from .sidefiles import RECORD, copy_side_files, hash_files
 from .source import Source
 from .stream import Output, shard_names, split_by_size, write_weights
 
-RECORD = "kvfold.json"
 FORMAT_VERSION = 1
 
 Layout = list[tuple[str, list[Output], dict[str, str]]]
@@ -64,6 +63,17 @@ def lay_out(source: Source, outputs: Sequence[Output], max_shard_size: int | Non
     return list(zip(names, aligned, metadata, strict=True))
 
 
+def written_figures(source: Source, outputs: Sequence[Output], max_shard_size: int | None) -> dict[str, Any]:
+    """What every report of a conversion says of the checkpoint that is written, by its fields."""
+    dtype = main_dtype(outputs)
+    return {
+        "dtype": FLOATS.get(dtype, dtype),
+        "shards": len(lay_out(source, outputs, max_shard_size)),
+        "bytes": sum(output.nbytes for output in outputs),
+        "tensors_copied": sum(output.make is None for output in outputs),
+    }
+
+
 def write_directory(
     source: Source,
     out: Path,
@@ -97,7 +107,8 @@ def write_directory(
         hashes = write_weights(staging, layout, source.checkpoint, hashing=hashing, progress=progress)
         skip = {*source.checkpoint.files, "config.json", RECORD}
         side_hashes, left_out = copy_side_files(source.folder, staging, skip=skip, hashing=hashing)
-        _write_json(staging / "config.json", config)
+        stock = {key: value for key, value in config.items() if key != "auto_map"}  # which would load the source's code
+        _write_json(staging / "config.json", stock)
         hashes |= side_hashes | hash_files(staging, ("config.json", INDEX), hashing=hashing)
         record = {
             "format_version": FORMAT_VERSION,

@@ -1,12 +1,12 @@
-"""GGUF files as sources: their config and headers for inspection, their weights dequantised for conversion."""
+"""GGUF files as sources: their config for inspection, their weights dequantised for conversion."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from ..common.sources import one_line_errors, quiet
-from .headers import TensorInfo
+from ..common.sources import check_most, one_line_errors, quiet
+from .gguf_header import read_gguf_headers
 
 
 def shortest(value: Any) -> Any:
@@ -26,35 +26,14 @@ def read_gguf_config(path: Path) -> Any:
     """
     from transformers import AutoConfig
 
+    read_gguf_headers(path)  # or transformers takes counts as they stand
     with one_line_errors(path), quiet():
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    check_most(path, config.to_dict())
     for key, value in config.to_dict().items():
         if value != (short := shortest(value)):
             setattr(config, key, short)
     return config
-
-
-def read_gguf_headers(path: Path) -> list[TensorInfo]:
-    """The tensors of a GGUF file: names and dtypes as GGUF says them, shapes in torch's order.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    from gguf import GGUFReader
-
-    with one_line_errors(path):
-        tensors = GGUFReader(path).tensors
-    return [
-        TensorInfo(
-            tensor.name,
-            tensor.tensor_type.name,
-            tuple(int(size) for size in reversed(tensor.shape)),
-            path.name,
-            0,
-            int(tensor.n_bytes),
-        )
-        for tensor in tensors
-    ]
 
 
 def dequantise(path: Path, folder: Path, *, dtype: str = "float32") -> None:
@@ -67,8 +46,9 @@ def dequantise(path: Path, folder: Path, *, dtype: str = "float32") -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with one_line_errors(path), quiet():
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        given = {"gguf_file": path.name}
+        model = AutoModelForCausalLM.from_pretrained(path.parent, **given, dtype=dtype, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **given, trust_remote_code=False)
     # The weights are plain now, and transformers refuses to save them while the config says otherwise.
     for holder in (config, model.config):
         if hasattr(holder, "quantization_config"):

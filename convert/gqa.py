@@ -18,7 +18,7 @@ from ..common.text import NO_TEXT
 from .calibration.reader import tensor_reader
 from .calibration.text import CalibText
 from .checks import account, check_convertible, check_method
-from .directory import check_paths, lay_out, write_directory
+from .directory import check_paths, lay_out, write_directory, written_figures
 from .families import FAMILIES, Promise, Sizes
 from .headers import FLOATS, ITEM_BYTES, TensorInfo, main_dtype
 from .merge.apply import members, merge_stored
@@ -302,7 +302,6 @@ def _report(
     heads, caching = num_key_value_heads(source.config), sum(cached_tokens(source.config, 1))
     before, after = (2 * n * head_dim(source.config) for n in (heads, kv_heads))
     source_dtype = main_dtype(info for output in outputs for info in output.sources)
-    dtype = next(output.dtype for output in outputs if output.sources[0].dtype == source_dtype)
     return ConvertReport(
         model=str(out),
         source=source.name,
@@ -315,13 +314,10 @@ def _report(
         source_kv_elements_per_token_per_layer=before,
         kv_elements_per_token_per_layer=after,
         source_kv_bytes_per_token=before * caching * ITEM_BYTES[source_dtype],
-        kv_bytes_per_token=after * caching * ITEM_BYTES[dtype],
+        kv_bytes_per_token=after * caching * ITEM_BYTES[main_dtype(outputs)],
         kv_ratio=after / before,
-        dtype=FLOATS.get(dtype, dtype),
-        shards=len(lay_out(source, outputs, max_shard_size)),
-        bytes=sum(output.nbytes for output in outputs),
+        **written_figures(source, outputs, max_shard_size),
         tensors_merged=sum(output.make is not None for output in outputs),
-        tensors_copied=sum(output.make is None for output in outputs),
         tensors_dropped=[name for name, promise in promised.items() if promise.weight.rule == "drop"],
         files_left_out=[],
         dry_run=dry_run,

@@ -14,10 +14,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Protocol
 
 from ..common.errors import UserError
-from ..common.sources import read_json
+from ..common.sources import Twice, read_json, unique
+from ..common.typed import quoted
 
 # Name in the header -> bytes per element.
 ITEM_BYTES = {
@@ -26,6 +27,8 @@ ITEM_BYTES = {
 }  # fmt: skip
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 HEADER_LIMIT = 100_000_000  # the library's own limit
+_LARGEST_FILE = 2**63 - 1
+_MOST_SIZES = 64  # of a shape; torch has no tensor of more, and the product of a million is long in coming
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,17 @@ class TensorInfo:
         return self.stop - self.start or self.nbytes
 
 
-def main_dtype(tensors: Iterable[TensorInfo]) -> str:
+class Stored(Protocol):
+    """What `main_dtype` counts: a tensor that is stored, or will be."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def stored_bytes(self) -> int: ...
+
+
+def main_dtype(tensors: Iterable[Stored]) -> str:
     """The dtype that most of the weights' bytes are in."""
     count: Counter[str] = Counter()
     for info in tensors:
@@ -75,11 +88,13 @@ def parse_header(raw: bytes, *, shard: str, file_bytes: int) -> tuple[list[Tenso
         return UserError(f"{shard}: {why}; the file is damaged, fetch it again")
 
     try:
-        table = json.loads(raw)
+        table = json.loads(raw, object_pairs_hook=unique)
         metadata = table.pop("__metadata__", {})
         entries = sorted((_entry(name, row) for name, row in table.items()), key=lambda entry: entry[3:])
         if not all(isinstance(text, str) for text in metadata.values()):
             raise TypeError
+    except Twice as twice:
+        raise broken(f"the header says {quoted(twice.args[0])} twice") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise broken("the safetensors header is not readable") from None
     base, end, tensors = 8 + len(raw), 0, []
@@ -88,7 +103,8 @@ def parse_header(raw: bytes, *, shard: str, file_bytes: int) -> tuple[list[Tenso
             raise UserError(f"{shard}: tensor {name} has dtype {dtype}, which kvfold does not read")
         info = TensorInfo(name, dtype, shape, shard, base + start, base + stop)
         if start != end or stop - start != info.nbytes:
-            raise broken(f"tensor {name} has offsets {start}..{stop} where {end}..{end + info.nbytes} belong")
+            belongs = end + info.nbytes if info.nbytes <= _LARGEST_FILE else "more than any file holds"
+            raise broken(f"tensor {name} has offsets {start}..{stop} where {end}..{belongs} belong")
         end = stop
         tensors.append(info)
     if base + end != file_bytes:
@@ -98,7 +114,11 @@ def parse_header(raw: bytes, *, shard: str, file_bytes: int) -> tuple[list[Tenso
 
 def _entry(name: str, row: Any) -> tuple[str, str, tuple[int, ...], int, int]:
     dtype, shape, (start, stop) = row["dtype"], tuple(row["shape"]), row["data_offsets"]
-    if not isinstance(dtype, str) or not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+    if (
+        not isinstance(dtype, str)
+        or len(shape) > _MOST_SIZES
+        or not all(type(number) is int and number >= 0 for number in (*shape, start, stop))
+    ):
         raise TypeError
     return name, dtype, shape, start, stop
 

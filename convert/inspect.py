@@ -241,7 +241,8 @@ def _read_headers(src: str, kind: str, revision: str | None) -> tuple[Any, list[
         config = read_config(path)
         return config, list(Checkpoint.open(path).tensors.values())
     if kind == "gguf":
-        from .gguf import read_gguf_config, read_gguf_headers
+        from .gguf import read_gguf_config
+        from .gguf_header import read_gguf_headers
 
         return read_gguf_config(path), read_gguf_headers(path)
     from huggingface_hub import HfApi, hf_hub_download

@@ -9,14 +9,12 @@ from ..common.errors import UserError
 from ..common.parallel import is_main_process
 from ..common.progress import Stages, silent
 from .checks import account
-from .directory import check_paths, lay_out, write_directory
+from .directory import check_paths, lay_out, write_directory, written_figures
 from .families import FAMILIES
-from .headers import FLOATS, main_dtype
 from .latent_families import DEEPSEEK, PREFIX
 from .latent_form import Form
 from .request import asked_for, check_writing
 from .source import Source, open_source
-from .stream import Output
 
 RECIPE = "convert plain"
 
@@ -95,11 +93,8 @@ def convert_plain(
             qk_rope_head_dim=form.plain.rope,
             source_kv_elements_per_token_per_layer=form.stock.rank + form.stock.rope,
             kv_elements_per_token_per_layer=form.plain.rank + form.plain.rope,
-            dtype=_main_dtype(plain.outputs),
-            shards=len(layout),
-            bytes=sum(output.nbytes for output in plain.outputs),
+            **written_figures(source, plain.outputs, max_shard_size),
             tensors_computed=sum(output.make is not None for output in plain.outputs),
-            tensors_copied=sum(output.make is None for output in plain.outputs),
             tensors_dropped=dropped,
             files_left_out=[],
             dry_run=dry_run,
@@ -135,8 +130,3 @@ def _form(source: Source) -> Form:
         hint = "; kvfold convert mla makes it one" if kind in FAMILIES else ""
         raise UserError(f"{source.name} is a {kind} model, not an export in stock MLA form{hint}")
     return Form.read(source.config.raw)
-
-
-def _main_dtype(outputs: list[Output]) -> str:
-    kind = main_dtype(replace(out.sources[0], dtype=out.dtype, shape=out.shape, start=0, stop=0) for out in outputs)
-    return FLOATS.get(kind, kind)

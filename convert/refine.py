@@ -19,7 +19,6 @@ Legend: B windows, T positions, D hidden size.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..common.atomic import check_room
+from ..common.atomic import check_room, scratch_folder
 from ..common.errors import UserError
 from ..common.progress import Stages
 from .calibration.calibrate import Runner, published
@@ -275,9 +274,9 @@ def refine_layers(
         UserError: a text cannot be used, or the result's dtype does not hold a refined tensor.
         EnvironmentFailure: no room on the disk for hidden states or refined tensors.
     """
-    with tempfile.TemporaryDirectory(prefix="kvfold-refined-") as folder:
-        refiner = _Refiner(runner, outputs, config, knobs, Path(folder))
-        check_room(Path(folder), sum(output.nbytes for output in outputs if f".{refiner.attention}" in output.name))
+    with scratch_folder("kvfold-refined-") as folder:
+        refiner = _Refiner(runner, outputs, config, knobs, folder)
+        check_room(folder, sum(output.nbytes for output in outputs if f".{refiner.attention}" in output.name))
         layers = runner.sizes["L"]
         total, done = layers * knobs.passes * refiner.steps_a_pass, 0
         errors = []

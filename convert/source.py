@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from ..common.atomic import check_room
+from ..common.atomic import check_room, scratch_folder
 from ..common.embedded import last_part
-from ..common.sources import one_line_errors, quiet, source_kind
-from .checkpoint import Checkpoint
+from ..common.errors import UserError
+from ..common.sources import one_line_errors, quiet, read_raw_config, source_kind
+from .checkpoint import Checkpoint, check_headers
 from .config import StoredConfig
 from .families import Family
 from .latent_families import KNOWN
-from .sidefiles import hash_files
+from .sidefiles import RECORD, hash_files, recorded_hashes, side_files
 
 # What conversion needs of a Hub repository: one kind of weights and everything small.
 _HUB_IGNORE = ["*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.pth", "*.pt", "original/*"]
@@ -53,9 +54,42 @@ class Source:
         return KNOWN[self.config.model_type]
 
     def digest(self) -> str:
-        """A hash of config and weights as they stand in their files."""
+        """A hash of config and weights as they stand in their files.
+
+        Raises:
+            UserError: kvfold wrote them, and they are not what it wrote.
+        """
         hashes = hash_files(self.folder, sorted({"config.json", *self.checkpoint.files}), hashing=True)
+        said = recorded_hashes(self.folder)
+        if changed := [name for name, digest in hashes.items() if said.get(name, digest) != digest]:
+            raise UserError(
+                f"{self.folder / changed[0]} is not as kvfold wrote it: its hash is another than in {RECORD}; make it "
+                f"again, or remove {RECORD} if it was changed on purpose"
+            )
         return hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()[:32]
+
+
+def check_source(source: str, revision: str | None = None, *, weights: bool = True) -> Literal["folder", "gguf", "hub"]:
+    """Refuse a SOURCE for what its path, its config and its headers say, and return what it is.
+
+    Needs neither torch nor transformers, nor the network, and reads no weights: what is wrong is told at once.
+
+    Args:
+        weights: whether they are needed, beside the config.
+
+    Raises:
+        UserError: it cannot be what it has to be.
+    """
+    kind = source_kind(source, revision)
+    if kind == "folder":
+        folder = Path(source)
+        read_raw_config(folder)
+        # transformers and its tokenizers open what they find by its name.
+        if odd := [path.name for path in folder.iterdir() if path.exists() and not (path.is_file() or path.is_dir())]:
+            raise UserError(f"{folder / min(odd)} is a pipe or a device, not a file; copy it again from its source")
+        if weights:
+            check_headers(folder)
+    return kind
 
 
 def fetch(source: str, revision: str | None) -> Path:
@@ -95,7 +129,9 @@ def open_source(source: str, *, revision: str | None = None) -> Iterator[Source]
 
 
 def _open(name: str, folder: Path, origin: Origin) -> Source:
-    return Source(name, origin, folder, StoredConfig(folder), Checkpoint.open(folder))
+    source = Source(name, origin, folder, StoredConfig(folder), Checkpoint.open(folder))
+    side_files(folder, skip={*source.checkpoint.files, "config.json"})  # that none leads elsewhere
+    return source
 
 
 @contextmanager
@@ -105,9 +141,10 @@ def dequantised(path: Path) -> Iterator[Path]:
     Raises:
         EnvironmentFailure: there is no room for it.
     """
-    from .gguf import dequantise, read_gguf_headers
+    from .gguf import dequantise
+    from .gguf_header import read_gguf_headers
 
-    with tempfile.TemporaryDirectory(prefix="kvfold-gguf-") as folder:
-        check_room(Path(folder), 4 * sum(info.numel for info in read_gguf_headers(path)))
-        dequantise(path, Path(folder))
-        yield Path(folder)
+    with scratch_folder("kvfold-gguf-") as folder:
+        check_room(folder, 4 * sum(info.numel for info in read_gguf_headers(path)))
+        dequantise(path, folder)
+        yield folder

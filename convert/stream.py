@@ -44,6 +44,11 @@ class Output:
         return self.make is None and self.dtype == self.sources[0].dtype
 
     @property
+    def stored_bytes(self) -> int:
+        """The same, as `TensorInfo` has it."""
+        return self.nbytes
+
+    @property
     def nbytes(self) -> int:
         count = ITEM_BYTES[self.dtype]
         for size in self.shape:

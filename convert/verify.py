@@ -27,9 +27,10 @@ from ..common.loading import load_model, load_tokenizer, resolve_device
 from ..common.parallel import Workers
 from ..common.progress import Progress
 from ..common.protocol import Protocol, TokenizedText, protocol_of, token_ids, tokenize_texts
-from ..common.scoring import check_ids, compare_hidden, evaluating, hidden_states, map_batches
+from ..common.scoring import compare_hidden, evaluating, hidden_states, map_batches
 from ..common.sources import check_there, quiet
-from ..common.windows import Window, split_windows
+from ..common.tokens import check_vocabulary
+from ..common.windows import Window, batches, split_windows
 from .check import check_readable
 from .latent_form import BLOCK
 
@@ -139,7 +140,16 @@ def verify(
     if max_ratio is not None and not 0 < max_ratio < math.inf:
         raise UserError(f"a perplexity ratio of {max_ratio} bounds nothing; give a positive number such as 1.5")
     check_there(src, out, revision=revision)
-    source = open_reference(src, text=text, dtype=dtype, device=device, revision=revision)
+    source = open_reference(
+        src,
+        text=text,
+        window=window,
+        max_windows=max_windows,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+    )
     return source.verify(
         out,
         window=window,
@@ -181,9 +191,13 @@ class Reference:
         """`verify` of one result, which is in memory no longer than that takes."""
         dtype = str(self.loaded.dtype).removeprefix("torch.")
         check_tokenizer(self.model, out, self.text)
-        result = load_model(out, dtype=dtype, device=self.workers.device)
-        check_alike(self.model, out, self.loaded.config, result.config)
-        check_readable(out, result.config)
+
+        def fits(config: Any) -> None:
+            check_alike(self.model, out, self.loaded.config, config)
+            check_readable(out, config)
+            check_windows(config, self.text, window, max_windows, batch_size)
+
+        result = load_model(out, dtype=dtype, device=self.workers.device, fits=fits)
         window = min(fit_context(model.config, "window", window, DEFAULT_WINDOW) for model in (self.loaded, result))
         windows = split_windows(len(self.text.ids), window, max_windows=max_windows)
         far = distance(
@@ -199,15 +213,39 @@ class Reference:
 
 
 def open_reference(
-    src: str | Path, *, text: Sequence[str], dtype: str = "auto", device: str = "auto", revision: str | None = None
+    src: str | Path,
+    *,
+    text: Sequence[str],
+    window: int | None = None,
+    max_windows: int | None = None,
+    batch_size: int = 1,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
 ) -> Reference:
     """Load the source of results that are to be verified; the arguments and errors are those of `verify`."""
     tokenized = tokenize_texts(src, text, revision=revision)
     workers = Workers(resolve_device(device))
-    loaded = load_model(src, dtype=dtype, device=workers.device, revision=revision)
-    check_readable(src, loaded.config)
-    check_ids(loaded, max(tokenized.ids, default=0))
+
+    def fits(config: Any) -> None:
+        check_readable(src, config)
+        check_windows(config, tokenized, window, max_windows, batch_size)
+
+    loaded = load_model(src, dtype=dtype, device=workers.device, revision=revision, fits=fits)
     return Reference(str(src), loaded, tokenized, workers)
+
+
+def check_windows(
+    config: Any, text: TokenizedText, window: int | None, max_windows: int | None, batch_size: int
+) -> None:
+    """Refuse, before a model is loaded, a text or numbers that do not fit its config; see `verify`.
+
+    Raises:
+        UserError: names what does not.
+    """
+    check_vocabulary(config, max(text.ids, default=0))
+    window = fit_context(config, "window", window, DEFAULT_WINDOW)
+    list(batches(split_windows(len(text.ids), window, max_windows=max_windows), batch_size))
 
 
 def _report(

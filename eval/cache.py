@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..common.errors import UserError
 from ..common.kvcache import ELEMENT_BYTES, fit_context, kv_bytes, kv_bytes_per_token, kv_elements
@@ -65,16 +66,20 @@ def cache_size(
         UserError: the model has no key/value cache, or `context` does not fit it.
         EnvironmentFailure: see `load_model`.
     """
-    loaded = load_model(model, dtype="checkpoint" if dtype == "auto" else dtype, device=device, revision=revision)
+    loaded = load_model(
+        model,
+        dtype="checkpoint" if dtype == "auto" else dtype,
+        device=device,
+        revision=revision,
+        fits=lambda config: _fit(config, context),
+    )
     return measure_cache(loaded, model=str(model), context=context)
 
 
 def measure_cache(loaded, *, model: str, context: int | None = None) -> CacheReport:
     """Size the cache of a loaded model, which the report calls `model`. See `cache_size`."""
     config = loaded.config.get_text_config(decoder=True)
-    context = fit_context(config, "context", context, DEFAULT_CONTEXT)
-    if context < 1:
-        raise UserError(f"a context of {context} caches nothing; give 1 or more")
+    context = _fit(config, context)
     dtype = str(loaded.dtype).removeprefix("torch.")
     elements = kv_elements(config)
 
@@ -96,6 +101,13 @@ def measure_cache(loaded, *, model: str, context: int | None = None) -> CacheRep
         measured_storage_bytes=sum(storages.values()),
         dtype=dtype,
     )
+
+
+def _fit(config: Any, context: int | None) -> int:
+    context = fit_context(config, "context", context, DEFAULT_CONTEXT)
+    if context < 1:
+        raise UserError(f"a context of {context} caches nothing; give 1 or more")
+    return context
 
 
 def _cached_layers(model, context: int) -> Iterator[list]:

@@ -87,7 +87,16 @@ def compare(
     check_there(src, *outs, revision=revision)
     from ..convert.verify import DEFAULT_WINDOW, open_reference
 
-    source = open_reference(src, text=text, dtype=dtype, device=device, revision=revision)
+    source = open_reference(
+        src,
+        text=text,
+        window=window,
+        max_windows=max_windows,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+    )
     # Said, so that every result is held against it on the same windows.
     window = fit_context(source.loaded.config, "window", window, DEFAULT_WINDOW)
     reports = [

@@ -22,7 +22,7 @@ from ..common.protocol import Protocol, protocol_of, tokenize_texts
 from ..common.sources import check_there
 from ..common.windows import Window, split_windows
 from ..convert.check import check_readable
-from .passkey import Case, ask, make_cases
+from .passkey import Case, ask, check_depths, make_cases
 
 DEFAULT_WINDOWS = 4
 DEFAULT_CONTEXT = 8192
@@ -136,15 +136,21 @@ def long(
         EnvironmentFailure: see `load_model`.
     """
     check_there(src, *outs, revision=revision)
-    from ..convert.verify import check_alike, check_tokenizer
+    if keys:
+        check_depths(depth)
+    from ..convert.verify import check_alike, check_tokenizer, check_windows
 
     tokenized = tokenize_texts(src, text, revision=revision)
     for out in outs:
         check_tokenizer(src, out, tokenized)
     workers = Workers(resolve_device(device))
-    model = load_model(src, dtype=dtype, device=workers.device, revision=revision)
+
+    def fits(config: Any) -> None:
+        check_readable(src, config)
+        check_windows(config, tokenized, window, max_windows, batch_size)
+
+    model = load_model(src, dtype=dtype, device=workers.device, revision=revision, fits=fits)
     config = model.config
-    check_readable(src, config)
     window = _window(config, window, len(tokenized.ids))
     windows = split_windows(len(tokenized.ids), window, max_windows=max_windows)
     protocol = protocol_of(tokenized, model, window=window, stride=window, max_windows=max_windows)

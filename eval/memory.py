@@ -148,7 +148,7 @@ def _stored_bytes(model: str) -> int | None:
     """Bytes of the tensors that a checkpoint on this machine holds; None where it holds none, or is not here."""
     path, kind = Path(model), source_kind(model)
     if kind == "gguf":
-        from ..convert.gguf import read_gguf_headers
+        from ..convert.gguf_header import read_gguf_headers
 
         return sum(info.stored_bytes for info in read_gguf_headers(path))
     if kind == "hub" or not any(next(path.glob(f"*.{end}"), None) for end in ("safetensors", "bin")):

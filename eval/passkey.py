@@ -37,6 +37,16 @@ class Case:
     answer: int
 
 
+def check_depths(depths: Sequence[float]) -> None:
+    """Refuse what is no place in a text.
+
+    Raises:
+        UserError: so it is.
+    """
+    if not depths or not all(0 <= depth <= 1 for depth in depths):
+        raise UserError(f"depths {', '.join(map(str, depths))} are not between 0 and 1; try 0.1, 0.5 and 0.9")
+
+
 def make_cases(
     tokenizer: Any, filler: Sequence[int], lengths: Sequence[int], depths: Sequence[float], keys: int
 ) -> list[Case]:
@@ -51,8 +61,7 @@ def make_cases(
     Raises:
         UserError: a depth is none, a number is too small, or the text or a length has no room for the note.
     """
-    if not depths or not all(0 <= depth <= 1 for depth in depths):
-        raise UserError(f"depths {', '.join(map(str, depths))} are not between 0 and 1; try 0.1, 0.5 and 0.9")
+    check_depths(depths)
     if keys < 1:
         raise UserError(f"{keys} keys ask nothing; give at least 1")
     draw = random.Random(0)

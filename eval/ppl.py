@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..common.errors import CheckFailed, UserError, did_you_mean
 from ..common.kvcache import context_length, fit_context
@@ -19,7 +20,8 @@ from ..common.loading import load_model, resolve_device
 from ..common.parallel import Workers
 from ..common.progress import Progress
 from ..common.protocol import KVFOLD, LM_EVAL, PROTOCOLS, Protocol, protocol_of, tokenize_texts
-from ..common.windows import rolling_windows, split_windows
+from ..common.tokens import check_vocabulary
+from ..common.windows import Window, batches, rolling_windows, split_windows
 from ..convert.check import check_readable
 
 DEFAULT_WINDOW = 2048
@@ -108,8 +110,14 @@ def perplexity(
         )
     tokenized = tokenize_texts(model, text, protocol=protocol, bos=bos, revision=revision)
     workers = Workers(resolve_device(device))
-    loaded = load_model(model, dtype=dtype, device=workers.device, revision=revision)
-    check_readable(model, loaded.config)
+
+    def fits(config: Any) -> None:
+        check_readable(model, config)
+        check_vocabulary(config, max(tokenized.ids, default=0))
+        *_, windows = _cut(config, len(tokenized.ids), protocol, window, stride, max_windows, tokenized.lead_id)
+        list(batches(windows, batch_size))
+
+    loaded = load_model(model, dtype=dtype, device=workers.device, revision=revision, fits=fits)
     score = score_tokens(
         loaded,
         tokenized.ids,
@@ -158,13 +166,7 @@ def score_tokens(
     """
     from ..common.scoring import window_nll  # here, so that importing this module does not import torch
 
-    if protocol == LM_EVAL:
-        window = fit_context(model.config, "window", window, context_length(model.config) or DEFAULT_WINDOW)
-        stride, windows = window, rolling_windows(len(ids), window, max_windows=max_windows)
-    else:
-        window, bos = fit_context(model.config, "window", window, DEFAULT_WINDOW), lead_id is not None
-        stride = window - bos if stride is None else stride
-        windows = split_windows(len(ids), window, stride=stride, bos=bos, max_windows=max_windows)
+    window, stride, windows = _cut(model.config, len(ids), protocol, window, stride, max_windows, lead_id)
     sums = window_nll(model, ids, windows, lead_id=lead_id, batch_size=batch_size, workers=workers, progress=progress)
     tokens = sum(w.scored for w in windows)
     loss = math.fsum(sums) / tokens
@@ -175,6 +177,24 @@ def score_tokens(
             f"a loss of {loss:.1f} nats per token has no finite perplexity; the model's weights are broken"
         ) from None
     return Score(result, loss, tokens, len(windows), window, stride)
+
+
+def _cut(
+    config: Any,
+    tokens: int,
+    protocol: str,
+    window: int | None,
+    stride: int | None,
+    max_windows: int | None,
+    lead_id: int | None,
+) -> tuple[int, int, list[Window]]:
+    """Window, stride and windows of a text of so many tokens, for a model of this config; see `score_tokens`."""
+    if protocol == LM_EVAL:
+        window = fit_context(config, "window", window, context_length(config) or DEFAULT_WINDOW)
+        return window, window, rolling_windows(tokens, window, max_windows=max_windows)
+    window, bos = fit_context(config, "window", window, DEFAULT_WINDOW), lead_id is not None
+    stride = window - bos if stride is None else stride
+    return window, stride, split_windows(tokens, window, stride=stride, bos=bos, max_windows=max_windows)
 
 
 def _of_text(text: str, nats: float | None) -> dict[str, float | None]:

@@ -242,7 +242,7 @@ def _is_file(name: str) -> bool:
     if not name.endswith((".yaml", ".yml")):
         return False
     if not Path(name).is_file():
-        raise UserError(f"there is no task file {name}")
+        raise UserError(f"there is no task file {name}; give a YAML file, or the name of a task of lm-eval")
     return True
 
 

@@ -19,7 +19,7 @@ from ..common.sources import first_line
 from ..common.typed import load_yaml
 from ..convert.checkpoint import Checkpoint
 from ..convert.directory import RECORD
-from ..convert.sidefiles import hash_files
+from ..convert.sidefiles import check_link, hash_files
 from ..eval.report.record import Report
 from ..eval.report.write import report_files
 from .facts import README, SOURCE_README
@@ -32,14 +32,18 @@ Contents = dict[str, Path | bytes]
 REPORT_FOLDER = "kvfold-report"
 RECIPE = "recipe.yaml"
 _OURS = (SOURCE_README, RECIPE)  # that a source may have been published with; those of the result are others
-_PICKLES = frozenset({".pkl", ".pickle", ".bin", ".pt", ".pth", ".ckpt", ".joblib", ".dill", ".npy", ".npz"})
+_CODE = frozenset(
+    {".py", ".pyc", ".so", ".pkl", ".pickle", ".bin", ".pt", ".pth", ".ckpt", ".joblib", ".dill", ".npy", ".npz"}
+)
 _CREDENTIALS = re.compile(
     r"(?i)\.env(\..*)?|.*\.(env|key|pem|p12|pfx|jks|keystore|kdbx|ppk)|[._]netrc|\.htpasswd|\.pypirc|\.git-credentials"
     r"|(hf_?|hub_?|api_?|auth_?|access_?|stored_?)*(tokens?|keys?)(\.(txt|json|ya?ml|ini))?"
     r"|(.*_)?(credentials?|secrets?|passwords?)(\..*)?|client_secret.*|service_account.*|id_(rsa|dsa|ecdsa|ed25519).*"
 )
+_TOKEN = re.compile(rb"\bhf_[A-Za-z0-9]{34}\b")  # as the Hub makes them
+_LONGEST_SECRET = 1 << 12  # bytes
 _RUN = ".run"  # of the folders that uptraining works in
-_HIDDEN, _PICKLE, _CREDENTIAL, _STRANGE, _STALE = (
+_HIDDEN, _RUNS, _CREDENTIAL, _STRANGE, _STALE = (
     "hidden",
     "may run code when it is loaded",
     "looks like a credential",
@@ -56,11 +60,23 @@ class Inventory:
         files: that are to be published, by their names in it, kvfold.json and README.md not among them.
         left_out: the others, each with the reason; folders end in a slash.
         unhashed: files that kvfold.json has no hash of, because of --no-hash.
+        states: of each file before it was looked at, see `_state`.
     """
 
     files: dict[str, Path]
     left_out: dict[str, str]
     unhashed: tuple[str, ...]
+    states: dict[str, tuple[int, ...]]
+
+    def check_unchanged(self) -> None:
+        """Refuse files that somebody wrote to since they were looked at.
+
+        Raises:
+            UserError: names one.
+        """
+        for name, path in self.files.items():
+            if _state(path) != self.states[name]:
+                raise UserError(f"{path} was changed while it was being published; run the same command again")
 
 
 def take_inventory(out: Path, record: Mapping[str, Any], *, progress: Stages = silent) -> Inventory:
@@ -84,17 +100,25 @@ def take_inventory(out: Path, record: Mapping[str, Any], *, progress: Stages = s
     if strange := sorted(Checkpoint.open(out).files - files.keys()):
         raise UserError(f"{out} holds {strange[0]}, of which its {RECORD} knows nothing; convert its source again")
     unhashed = []
+    states = {name: _state(path) for name, path in files.items()}
     with progress("checking the files") as advance:
         for number, (name, path) in enumerate(files.items(), 1):
             said = listed.get(name, {}).get("xxh3_128")
             if not isinstance(said, str):
+                check_link(out, path)  # whoever wrote kvfold.json may have pointed it at anything of the user's
                 unhashed.append(name)
             elif hash_files(out, [name], hashing=True)[name] != said:
                 raise UserError(
                     f"{path} is not as kvfold wrote it: its hash is another than in {RECORD}; convert the source again"
                 )
             advance(number, len(files))
-    return Inventory(files, left_out, tuple(name for name in unhashed if name in listed))
+    return Inventory(files, left_out, tuple(name for name in unhashed if name in listed), states)
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """What of a file is another once it is written to."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _walk(
@@ -128,8 +152,8 @@ def _reason(name: str, listed: Collection[str]) -> str | None:
         return _CREDENTIAL
     if last.startswith("."):
         return _HIDDEN
-    if PurePosixPath(name).suffix.lower() in _PICKLES:
-        return _PICKLE
+    if PurePosixPath(name).suffix.lower() in _CODE:
+        return _RUNS
     if name == RECIPE or (name == SOURCE_README and README in listed):
         return _STALE
     if name not in listed and not is_licence_file(name):
@@ -335,11 +359,29 @@ def check_secrets(found: Contents, secrets: Collection[str]) -> None:
     Raises:
         UserError: names the file, and not the token.
     """
-    for name, text in _readable(found):
-        if any(len(secret) >= 8 and secret.encode() in text for secret in secrets):
-            raise UserError(
-                f"{name} holds your token for the Hub; take it out where it came from, and revoke the token"
-            )
+    ours = [secret.encode(errors="surrogateescape") for secret in secrets if len(secret) >= 8]
+    for name, content in found.items():
+        if name.endswith(".safetensors"):
+            continue
+        for piece in _pieces(content):
+            if any(secret in piece for secret in ours):
+                raise UserError(
+                    f"{name} holds your token for the Hub; take it out where it came from, and revoke the token"
+                )
+            if _TOKEN.search(piece):
+                raise UserError(f"{name} holds what looks like a token of the Hub; take it out where it came from")
+
+
+def _pieces(content: Path | bytes) -> Iterator[bytes]:
+    """All of a file, each piece with the end of the one before it."""
+    if isinstance(content, bytes):
+        yield content
+        return
+    with content.open("rb") as file:
+        end = b""
+        while piece := file.read(1 << 20):
+            yield end + piece
+            end = piece[-_LONGEST_SECRET:]
 
 
 def naming_places(found: Contents, places: Collection[str]) -> list[str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..common.errors import UserError
+from ..common.errors import UserError, did_you_mean
 from ..common.typed import load_yaml
 from ..eval.report.plain import plain
 from .words import HUB_ID
@@ -127,6 +127,14 @@ def terms_of(license: str, name: str = "") -> Terms:
     return Terms(id=key, **row | {"files": tuple(row.get("files", ()))})
 
 
+def nearest(terms: Terms) -> str:
+    """`; did you mean X?` of terms that the table does not have, where it has a name like theirs."""
+    if terms.id in _TABLE["licences"]:
+        return ""
+    near = did_you_mean(terms.id, [*_TABLE["licences"], *_TABLE["also"]])
+    return near if near.startswith("; did") else ""  # all of them fill a page
+
+
 def _key(name: str) -> str:
     return re.sub(r"[^a-z0-9.+-]+", "-", name.strip().lower()).strip("-")
 
@@ -218,10 +226,10 @@ def check_licence(licence: Licence, *, accepted: bool, gated: bool, name: str) -
         return
     terms = licence.also if licence.also and licence.also.kind == "conditional" else licence.terms
     where = "the README.md of its source" if terms is licence.also else licence.found
-    doors = "; its source is gated: a copy that anybody may load needs its owners' leave" if gated else ""
+    doors = "; its source is gated or private: a copy that anybody may load needs its owners' leave" if gated else ""
     raise UserError(
-        f"{name} is under {plain(terms.title)} ({terms.id}, says {where}). It asks: {terms.asks}{doors}. If you have "
-        "read it and keep to it, say --accept-license"
+        f"{name} is under {plain(terms.title)} ({terms.id}, says {where}). It asks: "
+        f"{terms.asks}{doors}. If you have read it and keep to it, say --accept-license{nearest(terms)}"
     )
 
 

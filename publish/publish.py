@@ -13,6 +13,7 @@ from ..common.atomic import Kind, check_output, check_room, output_directory, re
 from ..common.embedded import EMBEDDED
 from ..common.errors import UserError
 from ..common.progress import Stages, silent
+from ..common.shown import TOKENS
 from ..convert.directory import RECORD
 from .card import MARKER, card_text
 from .contents import (
@@ -26,10 +27,9 @@ from .contents import (
 )
 from .facts import README, Facts, gather
 from .licences import Head, Licence, check_licence, check_name, find_licence, missing_files, read_head
-from .upload import MAIN, check_login, check_repo_id, upload
+from .upload import MAIN, check_login, check_ref, check_repo_id, upload
 
 _PATIENCE = 10.0  # seconds for the Hub to say something about the base model
-_SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN")
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,8 @@ def publish(
     if folder is not None and not dry_run:
         raise UserError("--folder is where a dry run writes; add --dry-run, or leave it out")
     check_repo_id(repo_id)
+    check_ref("--revision", revision)
+    check_ref("--tag", tag)
     out = Path(out)
     target = Path(folder) if folder is not None else out.with_name(f"{real_path(out).name}.publish")
     if dry_run:
@@ -185,7 +187,7 @@ def publish(
             warnings=warnings,
         )
     check_login()
-    if facts.base and not accept_license and not gated and _is_gated(facts.base):
+    if facts.base and not accept_license and not gated and _is_gated(facts.base, open_copy=not private):
         check_licence(licence, accepted=False, gated=True, name=str(out))
     done = upload(
         found,
@@ -196,6 +198,7 @@ def publish(
         message=f"Publish {facts.name} by kvfold",
         overwrite=overwrite,
         progress=progress,
+        check_last=inventory.check_unchanged,
     )
     return PublishReport(**said | asdict(done) | {"tag": done.tag or "", "warnings": [*warnings, *done.warnings]})
 
@@ -309,13 +312,18 @@ def _head_on_hub(base: str, revision: str | None, *, cached: bool) -> Head | Non
         return None
 
 
-def _is_gated(base: str) -> bool:
-    """Whether the base model's repository asks its readers for something; False where that cannot be known."""
+def _is_gated(base: str, *, open_copy: bool) -> bool:
+    """Whether the base model's repository asks its readers for something; False where that cannot be known.
+
+    Args:
+        open_copy: whether everybody may see the copy: a base that only some may see counts as gated then.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError
 
     try:
-        return bool(HfApi().model_info(base, timeout=_PATIENCE).gated)
+        found = HfApi().model_info(base, timeout=_PATIENCE)
+        return bool(found.gated or (found.private and open_copy))
     except GatedRepoError:
         return True
     except Exception:
@@ -325,8 +333,10 @@ def _is_gated(base: str) -> bool:
 def _secrets() -> list[str]:
     """The tokens that this machine has for the Hub."""
     from huggingface_hub import get_token
+    from huggingface_hub.utils import get_stored_tokens
 
-    return [token for token in (get_token(), *map(os.environ.get, _SECRETS)) if token]
+    kept = [get_token(), *get_stored_tokens().values(), *map(os.environ.get, TOKENS)]
+    return [token for token in kept if token]
 
 
 def _places(out: Path) -> set[str]:

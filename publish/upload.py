@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..common.errors import EnvironmentFailure, UserError
 from ..common.progress import Stages, silent
+from ..common.shown import without_secrets
 from ..common.sources import http_status
 from ..common.status import Stopped
 from .client import hub_client, hub_errors, may_pass, patiently
@@ -30,6 +31,7 @@ _ATTRIBUTES = ".gitattributes"  # the Hub's own: what is stored as large files
 _CARD = "README.md"
 _ALONE = 4 << 20  # bytes from which on a file is sent by itself
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_REF = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*(?<!\.)(?<!\.lock)")
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,16 @@ def check_repo_id(repo_id: str) -> None:
         ) from None
 
 
+def check_ref(flag: str, name: str | None) -> None:
+    """Refuse what cannot be the name of a branch or a tag.
+
+    Raises:
+        UserError: names it.
+    """
+    if name is not None and (not _REF.fullmatch(name) or ".." in name or name.startswith("refs/")):
+        raise UserError(f"{flag} {name!r} is no name of a branch or a tag; letters, digits, - _ + . and / only")
+
+
 def check_login() -> str:
     """The name of the user whose token the Hub gets.
 
@@ -103,6 +115,7 @@ def upload(
     message: str,
     overwrite: bool = False,
     progress: Stages = silent,
+    check_last: Callable[[], None] = lambda: None,
 ) -> Upload:
     """Make a repository hold these files and no others, in one commit; none if it does so already.
 
@@ -115,12 +128,16 @@ def upload(
         message: of the commit.
         overwrite: replace other files that the branch holds. Its history keeps them.
         progress: opens a bar.
+        check_last: called before the commit; raises if the files are no longer what they were.
 
     Raises:
-        UserError: the repository holds other files, is public, or has the tag elsewhere; the Hub refuses.
+        UserError: the branch or the tag has no name that one can have; the repository holds other files, is public, or
+            has the tag elsewhere; the Hub refuses.
         EnvironmentFailure: the Hub cannot be reached, or a file cannot be read. The same call goes on.
     """
     check_repo_id(repo_id)
+    check_ref("--revision", revision)
+    check_ref("--tag", tag)
     with _going_on(), hub_errors(repo_id):
         return _upload(
             contents,
@@ -131,6 +148,7 @@ def upload(
             message=message,
             overwrite=overwrite,
             progress=progress,
+            check_last=check_last,
         )
 
 
@@ -144,6 +162,7 @@ def _upload(
     message: str,
     overwrite: bool,
     progress: Stages,
+    check_last: Callable[[], None],
 ) -> Upload:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
@@ -183,6 +202,7 @@ def _upload(
     if changed or stale:
         remarks = _check_card(api, contents[_CARD]) if any(add.path_in_repo == _CARD for add in changed) else ()
         _send(api, repo_id, branch, changed, progress)
+        check_last()
         operations = [*changed, *(CommitOperationDelete(path, is_folder=False) for path in stale)]
         head = _commit(api, repo_id, branch, head, operations, ours, message)
     if tag and tags.get(tag) != head:
@@ -192,7 +212,7 @@ def _upload(
     return Upload(
         repo_id=repo_id,
         revision=branch,
-        url=f"{api.endpoint}/{repo_id}/tree/{head}",
+        url=without_secrets(f"{api.endpoint}/{repo_id}/tree/{head}"),
         commit=head,
         tag=tag,
         files=len(ours),

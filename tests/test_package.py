@@ -13,15 +13,19 @@ ROOT = Path(__file__).parents[1]
 FLOORS = ["common", "attention", "convert", "uptrain", "eval", "publish", "recipes", "cli"]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    # Built from a copy: setuptools leaves a build folder behind, from which stale modules would ship.
+def copy_tracked(folder):
+    """The checkout as git knows it: setuptools leaves a build folder behind, from which stale modules would ship."""
     tracked = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     for name in tracked.stdout.splitlines():
         if (ROOT / name).is_file():
-            (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, folder / "source" / name)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    copy_tracked(folder / "source")
     pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet"]
     command = [*pip, "--wheel-dir", folder, folder / "source"]
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True)

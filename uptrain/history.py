@@ -59,6 +59,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     for line in lines:
         try:
             figures = json.loads(line)
+            _dump(figures)  # or it could not be written again: NaN is no JSON
         except (ValueError, RecursionError):
             break
         if not _is_ours(figures):

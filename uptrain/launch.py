@@ -15,13 +15,18 @@ from pathlib import Path
 
 from ..common.errors import UserError, did_you_mean
 from ..common.launcher import Command, launch
-from ..common.sources import source_kind
+from ..common.text import check_text
 from ..common.typed import load_yaml
+from ..convert.directory import check_paths
+from ..convert.source import check_source
 from .processes import is_on
 from .recipe import Recipe, read_recipe
 
 CONFIGS = Path(__file__).parent.parent / "recipes" / "accelerate"
 MODULE = "kvfold.uptrain"
+
+# Keys of an accelerate config that start other programs, or send the run away, and what they may say all the same.
+_FOREIGN = {"compute_environment": "LOCAL_MACHINE", "commands": None, "command_file": None}
 
 _ALONE = ("NO", "MULTI_CPU")  # accelerate's kinds of training for which it starts one process, whatever their number
 # Seconds that torchrun lets the processes save after a signal before it kills them; 30 by itself.
@@ -67,6 +72,8 @@ def read_settings(name: str | Path) -> Settings:
     kind = table.get("distributed_type") if isinstance(table, dict) else None
     if not isinstance(kind, str):
         raise UserError(f"{path} names no distributed_type; `accelerate config` writes such a file")
+    if foreign := [key for key in _FOREIGN if table.get(key) not in (None, "", "null", "~", [], _FOREIGN[key])]:
+        raise UserError(f"{path} says {foreign[0]}, which runs something else or elsewhere; remove it")
     try:
         processes, machines = int(table.get("num_processes", -1)), int(table.get("num_machines", 1))
     except (TypeError, ValueError):
@@ -101,7 +108,10 @@ def launch_command(
     recipe = read_recipe(config, overrides)
     for source, revision in ((recipe.model, recipe.revision), (recipe.teacher, recipe.teacher_revision)):
         if source:
-            source_kind(source, revision)
+            check_source(source, revision)
+    check_paths(recipe.model, recipe.out, overwrite=recipe.overwrite)
+    for text in (*recipe.data, *recipe.eval_text):
+        check_text(text)
     settings, processes, gpus = spread(recipe, accelerate=accelerate, num_processes=num_processes)
     overrides = [*overrides, f"processes={processes}"]
     read_recipe(config, overrides)  # whether the windows of a step divide among them

@@ -291,7 +291,9 @@ def memory(
             teacher=bool(recipe.teacher),
             reshaped=recipe.temperature != 1 or recipe.top_k > 0,
         ),
-        teacher_bytes=teacher_bytes(teacher_parameters, shape, tokens, width=width, matches_layers=recipe.layer_share > 0)
+        teacher_bytes=teacher_bytes(
+            teacher_parameters, shape, tokens, width=width, matches_layers=recipe.layer_share > 0
+        )
         if recipe.teacher
         else 0,
     )

@@ -14,8 +14,6 @@ from __future__ import annotations
 import math
 import re
 import signal
-import sys
-import tempfile
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,12 +25,13 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
-from ..common.atomic import check_room, working_folder
+from ..common.atomic import check_room, scratch_folder, working_folder
 from ..common.embedded import last_part
 from ..common.errors import EnvironmentFailure, UserError
 from ..common.kvcache import fit_context
 from ..common.loading import load_model, load_tokenizer
 from ..common.progress import Stages, silent
+from ..common.shown import say
 from ..common.status import SIGNALS, Stopped
 from ..convert.directory import check_paths
 from ..convert.source import open_source
@@ -124,7 +123,7 @@ def foresee(recipe: Recipe, *, progress: Stages = silent) -> UptrainPlan:
     check_world(recipe.processes)
     check_paths(recipe.model, recipe.out, overwrite=recipe.overwrite)
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvfold-dry-run-")))
+        folder = stack.enter_context(scratch_folder("kvfold-dry-run-"))
         return Run(recipe, stack, folder, progress).foresee()
 
 
@@ -471,7 +470,7 @@ class Run:
 
     def say(self, line: str) -> None:
         if self.is_main:
-            print(f"kvfold: {line}", file=sys.stderr, flush=True)
+            say(line)
 
 
 def _said(recipe: Recipe) -> dict[str, Any]:

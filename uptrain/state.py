@@ -27,7 +27,9 @@ from torch import nn
 
 from ..common.atomic import output_directory, real_path, siblings
 from ..common.errors import EnvironmentFailure, UserError
-from ..convert.sidefiles import hash_files
+from ..common.typed import quoted
+from ..convert.sidefiles import hash_files, is_there
+from .tables import check_tables
 
 MARKER = "kvfold_state.json"
 FORMAT_VERSION = 2
@@ -165,6 +167,7 @@ class Checkpoints:
                 f"{folder} was saved by a run that is {_KINDS[marker['kind']]}, and this one is {_KINDS[self._kind]}; "
                 "launch it with the same accelerate config"
             )
+        check_tables(folder)
 
 
 def load_weights(trainee: nn.Module, folder: Path, names: Sequence[str]) -> None:
@@ -206,7 +209,7 @@ def check_recipe(folder: Path, recipe: dict[str, Any]) -> None:
         try:
             theirs = json.loads((saved / MARKER).read_bytes())["identity"]
             theirs = {key: theirs[key] for key in recipe}
-        except (OSError, ValueError, KeyError, TypeError):  # `latest` says what is wrong with it
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # `latest` says what is wrong with it
             continue
         compare(saved, theirs, json.loads(json.dumps(recipe)))
         return
@@ -222,7 +225,7 @@ def compare(folder: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     if not changed:
         return
     key = changed[0]
-    how = "is another" if key in HASHED else f"was {_short(theirs.get(key))} and is {_short(ours.get(key))}"
+    how = "is another" if key in HASHED else f"was {quoted(theirs.get(key))} and is {quoted(ours.get(key))}"
     also = f" (and {', '.join(changed[1:])})" if changed[1:] else ""
     raise UserError(
         f"{folder} is of another recipe: {key} {how}{also}; take the recipe back, or choose another run_dir (and "
@@ -239,18 +242,21 @@ def _read(folder: Path) -> tuple[dict[str, Any], str]:
     try:
         marker = json.loads((folder / MARKER).read_bytes())
         version, said = marker["format_version"], marker.pop("hash", None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        own = _hash(marker)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}, f"its {MARKER} cannot be read"
     if version != FORMAT_VERSION:
         raise UserError(
-            f"{folder} has format {_short(version)}, which this kvfold does not know; choose another run_dir"
+            f"{folder} has format {quoted(version)}, which this kvfold does not know; choose another run_dir"
         )
-    if said != _hash(marker):
+    if said != own:
         return {}, f"its {MARKER} has changed"
+    if not _is_ours(marker):
+        return {}, f"its {MARKER} says what no run does"
     files, step = marker["files"], marker["step"]
     if folder.name != _name(step):
         return {}, f"it is that of step {step}"
-    if gone := [name for name in files if not (folder / name).exists()]:
+    if gone := [name for name in files if not is_there(folder / name)]:
         if any("optim" in name for name in gone):
             raise UserError(
                 f"{folder} has no optimizer state ({gone[0]} is missing), so step {step} cannot be gone on from; "
@@ -260,6 +266,14 @@ def _read(folder: Path) -> tuple[dict[str, Any], str]:
     found = hash_files(folder, files, hashing=True)
     broken = [name for name in files if found.get(name) != files[name]]
     return marker, f"{broken[0]} has changed" if broken else ""
+
+
+def _is_ours(marker: dict[str, Any]) -> bool:
+    """Whether a marker holds what `Checkpoints.save` writes, by its types."""
+    types = {"step": int, "processes": int, "kind": str, "identity": dict, "files": dict}
+    if any(type(marker.get(name)) is not of for name, of in types.items()):
+        return False
+    return marker["kind"] in _KINDS and all(isinstance(digest, str) for digest in marker["files"].values())
 
 
 @contextmanager
@@ -289,8 +303,3 @@ def clear(folder: Path) -> None:
     """Remove what writers that were killed left behind; only while nobody else can be writing."""
     for path in folder.glob(f".{_PREFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

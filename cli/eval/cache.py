@@ -10,7 +10,7 @@ from ...common.output import print_report
 from .. import options
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("model", type=options.model)
 @click.option("--context", type=options.count, help="Tokens of the sequence.  [512, or the model's context if smaller]")
 @options.run_dtype(auto="the checkpoint's own")

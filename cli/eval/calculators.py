@@ -26,7 +26,7 @@ _SIZES = {
     "num-experts-per-tok": "Experts that a token visits, of a config that does not say.",
 }
 _COMMON = (
-    click.argument("model", type=options.model, required=False),
+    click.argument("model", type=options.described, required=False),
     click.option(
         "--context",
         type=options.count,
@@ -50,7 +50,7 @@ def _calculator(command: Any) -> Any:
     return command
 
 
-@click.command()
+@click.command(cls=options.Command)
 @_calculator
 def flops(model: str | None, as_json: bool, **knobs: Any) -> None:
     """Count the floating-point operations of MODEL, or of the sizes given. No weights are read.
@@ -65,7 +65,7 @@ def flops(model: str | None, as_json: bool, **knobs: Any) -> None:
     print_report(count(model, **knobs), as_json=as_json)
 
 
-@click.command()
+@click.command(cls=options.Command)
 @_calculator
 @click.option(
     "--dtype",

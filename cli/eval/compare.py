@@ -20,9 +20,9 @@ COLUMNS = {
 }
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("src", type=options.model)
-@click.argument("outs", nargs=-1, required=True, metavar="OUT...")
+@click.argument("outs", type=options.result, nargs=-1, required=True, metavar="OUT...")
 @options.text
 @click.option("--window", type=options.count, help="Tokens a window.  [512, or SRC's context if smaller]")
 @options.max_windows

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from ...eval.long import LongModel
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("src", type=options.model)
-@click.argument("outs", nargs=-1, metavar="[OUT]...")
+@click.argument("outs", type=options.result, nargs=-1, metavar="[OUT]...")
 @options.text
 @click.option("--window", type=options.count, help="Tokens a window.  [SRC's context, at most 8192]")
 @click.option("--max-windows", type=options.count, default=4, show_default=True, help="Score only so many windows.")

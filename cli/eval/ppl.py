@@ -11,7 +11,7 @@ from ...common.protocol import KVFOLD, PROTOCOLS
 from .. import options
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("model", type=options.model)
 @options.text
 @click.option(

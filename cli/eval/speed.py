@@ -27,7 +27,7 @@ COLUMNS = {
 FITTING = {"largest batch": "largest_batch_size", "largest context, the model's at most": "largest_context"}
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("models", type=options.model, metavar="MODEL...", nargs=-1, required=True)
 @click.option(
     "--context",

@@ -21,7 +21,7 @@ COLUMNS = {
 }
 
 
-@click.command()
+@click.command(cls=options.Command)
 @click.argument("model", type=options.model)
 @click.option(
     "--task",

@@ -28,7 +28,8 @@ from .collect import collect
 from .knobs import Calibration
 from .layers import LayeredModel
 from .reader import full_names, model_reader
-from .store import About, Statistics, is_statistics, statistics_file
+from .recognise import check_new_statistics
+from .store import About, Statistics, statistics_file
 from .text import CalibText, Windows, calibration_windows
 
 
@@ -257,8 +258,7 @@ def calibrate(
     if text.weights_only:
         raise UserError("--calib none is for convert: there is nothing to calibrate on")
     out = Path(out)
-    if overwrite and out.is_file() and not is_statistics(out):
-        raise UserError(f"{out} holds no statistics, so --overwrite does not replace it; move it away")
+    check_new_statistics(out, overwrite=overwrite)
     with open_source(str(src), revision=revision) as source:
         runner = Runner(source, how)
         windows = runner.windows()

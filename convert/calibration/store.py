@@ -23,10 +23,10 @@ from ...common.atomic import check_room, output_file
 from ...common.errors import UserError
 from ..checkpoint import bytes_of, is_finite
 from ..headers import ITEM_BYTES, pack_header, read_header
+from .recognise import METADATA, check_statistics
 from .statistics import LayerStatistics
 
 FORMAT_VERSION = 2
-_METADATA = "kvfold"
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,12 @@ class About:
         layers, hashed = (self.num_hidden_layers,), (len(table),)
         return [*table, ("hashes", "I64", hashed), ("effective_ranks", "I32", layers)]
 
+    def is_sane(self, tensors: int) -> bool:
+        """Whether this may be about a file of so many tensors; `tensors` lists what it promises, which has no bound."""
+        types = {"str": str, "int": int, "bool": bool}
+        typed = all(isinstance(getattr(self, field.name), types.get(str(field.type), dict)) for field in fields(self))
+        return typed and self.num_hidden_layers <= tensors
+
     @property
     def nbytes(self) -> int:
         return sum(prod(shape) * ITEM_BYTES[dtype] for _, dtype, shape in self.tensors())
@@ -88,7 +94,7 @@ class StatisticsWriter:
 
     def __init__(self, file: BinaryIO, about: About):
         self.file, self.about = file, about
-        header = pack_header(about.tensors(), {_METADATA: json.dumps(asdict(about))})
+        header = pack_header(about.tensors(), {METADATA: json.dumps(asdict(about))})
         self.order = {name: position for position, (name, _, _) in enumerate(about.tensors())}
         self.starts, at = {}, len(header)
         for name, dtype, shape in about.tensors():
@@ -145,14 +151,6 @@ def statistics_file(
         yield StatisticsWriter(file, about)
 
 
-def is_statistics(path: Path) -> bool:
-    """Whether a file is of the kind that `kvfold calibrate` writes, of whatever version."""
-    try:
-        return _METADATA in read_header(path)[1]
-    except UserError:
-        return False
-
-
 @dataclass(frozen=True)
 class Statistics:
     """The statistics of a checkpoint, in a file."""
@@ -167,15 +165,13 @@ class Statistics:
         Raises:
             UserError: it is none.
         """
-        if not path.exists():
-            raise UserError(f"statistics {path} do not exist; make them with kvfold calibrate")
-        if not path.is_file():
-            raise UserError(f"{path} is no file; name a file that kvfold calibrate wrote")
+        check_statistics(path)
         try:
             tensors, metadata = read_header(path)
-            said = json.loads(metadata[_METADATA])
+            said = json.loads(metadata[METADATA])
             about = About(**{field.name: said[field.name] for field in fields(About)})
-            whole = [(info.name, info.dtype, info.shape) for info in tensors] == about.tensors()
+            found = [(info.name, info.dtype, info.shape) for info in tensors]
+            whole = about.is_sane(len(found)) and found == about.tensors()
         except (UserError, KeyError, TypeError, ValueError, RecursionError):
             raise UserError(f"{path} holds no statistics of kvfold calibrate; make them again") from None
         if about.format_version != FORMAT_VERSION or not whole:

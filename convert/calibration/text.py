@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from ...common.errors import UserError
 from ...common.kvcache import fit_context
 from ...common.text import BUILTIN, KINDS, NO_TEXT, builtin_kinds, join_documents, mixed_documents, stream_text
-from ...common.tokens import leading_ids, plain_ids, render_chat
+from ...common.tokens import check_vocabulary, leading_ids, plain_ids, render_chat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,12 +211,7 @@ def calibration_windows(tokenizer: Any, knobs: CalibText, config: Any) -> Window
     dealt = list(islice(_deal(streams, shares), knobs.windows))
     if not dealt:
         raise UserError(f"{', '.join(shares)} holds no text here; name a file with --calib")
-    vocabulary = config.get_text_config(decoder=True).vocab_size
-    highest = max(max(ids) for _, ids in dealt)
-    if highest >= vocabulary:
-        raise UserError(
-            f"token id {highest} lies beyond the model's vocabulary of {vocabulary}; use the model's own tokenizer"
-        )
+    check_vocabulary(config, max(max(ids) for _, ids in dealt))
     return Windows(tuple(torch.tensor(ids) for _, ids in dealt), tuple(kind for kind, _ in dealt))
 
 

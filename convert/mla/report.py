@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...common.kvcache import cached_tokens, kv_elements
 from ..demands import source_elements
-from ..directory import lay_out
+from ..directory import written_figures
 from ..families import Sizes
-from ..headers import FLOATS, ITEM_BYTES, TensorInfo, main_dtype
+from ..headers import ITEM_BYTES, main_dtype
 from ..source import Source
 from .budget import Choice
 
@@ -113,7 +113,6 @@ def report_of(
     unpadded = choice.kv_rank + choice.rope_dim
     outputs, caching = written.outputs, sum(cached_tokens(source.config, 1))
     source_dtype = main_dtype(info for output in outputs for info in output.sources)
-    dtype = main_dtype(TensorInfo(output.name, output.dtype, output.shape, "") for output in outputs)
     used = {info.name for output in outputs for info in output.sources}
     return MlaReport(
         model=str(out),
@@ -133,13 +132,10 @@ def report_of(
         unpadded_kv_elements_per_token_per_layer=unpadded,
         kv_elements_per_token_per_layer=after,
         source_kv_bytes_per_token=before * caching * ITEM_BYTES[source_dtype],
-        kv_bytes_per_token=after * caching * ITEM_BYTES[dtype],
+        kv_bytes_per_token=after * caching * ITEM_BYTES[main_dtype(outputs)],
         kv_ratio=after / before,
-        dtype=FLOATS.get(dtype, dtype),
-        shards=len(lay_out(source, outputs, max_shard_size)),
-        bytes=sum(output.nbytes for output in outputs),
+        **written_figures(source, outputs, max_shard_size),
         tensors_computed=sum(output.make is not None for output in outputs),
-        tensors_copied=sum(output.make is None for output in outputs),
         tensors_dropped=[name for name in source.checkpoint.tensors if name not in used],
         files_left_out=[],
         dry_run=dry_run,

@@ -21,7 +21,7 @@ from ..checks import account
 from ..config import from_raw
 from ..demands import ENGINES, Violation, check_engine, spelled, violations
 from ..families import Family, Promise
-from ..headers import FLOATS, TensorInfo
+from ..headers import FLOATS, TensorInfo, main_dtype
 from ..latent_families import DEEPSEEK, PREFIX
 from ..latent_form import BLOCK, LARGE_EPS, SMALL_EPS, Form, HeadSizes, NeutralNorm, engine_shape, neutral_scale
 from ..source import Source
@@ -141,7 +141,7 @@ def export(
         tied_head="lm_head.weight" not in tensors,
         dtype=declared if dtype and dtype != declared else None,
     )
-    written = _stock_config(config, form, rope, config.mla_bias, dtype or _main_dtype(tensors))
+    written = _stock_config(config, form, rope, config.mla_bias, dtype or FLOATS[main_dtype(tensors.values())])
     rank = _query_rank(config, plain, written, readers, q_rank)
     if rank:
         sizes_in = [_largest_input(tensors, plain, layer, rank, config) for layer in range(layers)]
@@ -291,15 +291,7 @@ def _stock_config(config: Any, form: Form, rope: Mapping[str, Any], biased: bool
 
 def _declared_dtype(plain: PlainModel, tensors: Mapping[str, Output]) -> str:
     """What the plain model says that it is in: its tensors may be wider, as those are that training has left."""
-    return plain.config.get("dtype") or plain.config.get("torch_dtype") or _main_dtype(tensors)
-
-
-def _main_dtype(tensors: Mapping[str, Output]) -> str:
-    """What most of the weights are in."""
-    count: dict[str, int] = {}
-    for out in tensors.values():
-        count[out.dtype] = count.get(out.dtype, 0) + out.nbytes
-    return FLOATS[max(count, key=lambda name: count[name])]
+    return plain.config.get("dtype") or plain.config.get("torch_dtype") or FLOATS[main_dtype(tensors.values())]
 
 
 def _ask(

@@ -16,23 +16,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from .peak import peak_of
 from .synthetic import make_checkpoint
 
 KV_HEADS = 8
-
-
-@dataclass
-class Peak:
-    """Largest resident set seen, in bytes: anonymous memory, and pages of mapped files."""
-
-    anonymous: int = 0
-    files: int = 0
 
 
 def commands(source: Path, out: Path) -> dict[str, list[str]]:
@@ -64,32 +55,6 @@ def timed(command: list[str], out: Path) -> float:
     return seconds
 
 
-def memory(command: list[str], out: Path) -> Peak:
-    """Peak memory of one command, read from /proc every 5 ms in a run of its own."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    peak, done = Peak(), threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.005):
-            try:
-                status = dict(
-                    line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
-                )
-                anonymous, files = (int(status[key].split()[0]) * 1024 for key in ("RssAnon", "RssFile"))
-            except (OSError, KeyError):  # it has ended
-                return
-            peak.anonymous, peak.files = max(peak.anonymous, anonymous), max(peak.files, files)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    code = process.wait()
-    done.set()
-    watcher.join()
-    assert code == 0, code
-    shutil.rmtree(out)
-    return peak
-
-
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, help="where to work; a temporary folder by default")
@@ -112,7 +77,8 @@ def main(args: Sequence[str] | None = None) -> None:
         print("|---|---|---|---|---|---|---|")
         for name, seconds in times.items():
             median = statistics.median(seconds)
-            peak = memory(table[name], out)
+            peak = peak_of(table[name])
+            shutil.rmtree(out)
             cells = [f"{median:.2f}", f"{min(seconds):.2f}", f"{max(seconds):.2f}", f"{median / base:.2f}"]
             print("|", " | ".join([name, *cells, f"{peak.anonymous / 1e6:.0f}", f"{peak.files / 1e6:.0f}"]), "|")
 

@@ -16,7 +16,7 @@ def main() -> None:
     sys.modules["kvfold"] = None  # whatever is installed: a reader has no kvfold
     request = json.loads(Path(sys.argv[1]).read_text())
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
-        request["model"], dtype=torch.float32, output_loading_info=True
+        request["model"], dtype=torch.float32, output_loading_info=True, trust_remote_code=False
     )
     wrong = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in info[kind]]
     if wrong:

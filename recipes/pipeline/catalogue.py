@@ -11,6 +11,7 @@ from ...common.errors import UserError, did_you_mean
 from ...common.typed import read_table
 
 RECIPES = Path(__file__).parent.parent / "models"
+_SUFFIXES = (".yaml", ".yml")
 _NOT_RUN = "Not run here"  # how a recipe's head says so
 
 
@@ -49,9 +50,14 @@ def find_recipe(name: str | Path) -> Path:
         return path
     if str(name) in names:
         return RECIPES / f"{name}.yaml"
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in _SUFFIXES:
         raise UserError(f"recipe {name} does not exist; kvfold recipes ls names those that come with kvfold")
     raise UserError(f"no recipe {str(name)!r}{did_you_mean(str(name), names)}; a file of yours is named *.yaml")
+
+
+def is_recipe(name: str) -> bool:
+    """Whether a name is meant to be a recipe's rather than a model's."""
+    return name in recipe_names() or Path(name).suffix in _SUFFIXES
 
 
 def entries() -> list[Entry]:

@@ -66,10 +66,26 @@ def read_pipeline(name: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
             type or out of range, or something is missing.
     """
     path = find_recipe(name)
-    where = f"{path}: "
     table = read_table(path, missing=_MISSING)
     if is_flat(table):
         raise UserError(f"{path} is a recipe of an uptraining alone; kvfold uptrain runs it")
+    return assemble(table, overrides, name=path.stem, head=head_of(path), where=f"{path}: ")
+
+
+def assemble(
+    table: Mapping[str, Any], overrides: Sequence[str] = (), *, name: str, head: str = "", where: str = ""
+) -> Pipeline:
+    """The pipeline that sections and overrides say.
+
+    Args:
+        table: a table for each section, its values as YAML gives them.
+        overrides: see `read_pipeline`.
+        name, head: of the pipeline.
+        where: what stands before an error.
+
+    Raises:
+        UserError: see `read_pipeline`.
+    """
     pairs = [_split(pair) for pair in overrides]
     said = {section: _section(where, section, part) for section, part in table.items()}
     asked = [text for section, key, text, _ in pairs if (section, key) == ("convert", "to")]
@@ -84,7 +100,7 @@ def read_pipeline(name: str | Path, overrides: Sequence[str] = ()) -> Pipeline:
         value = typed(f"{section}.{key}", written(key, text, known[key]), known[key])
         sections.setdefault(section, {})[key] = value
     ordered = {name: _at_home(sections.get(name, {})) for name in SECTIONS if name in sections or name == SOURCE}
-    pipeline = Pipeline(path.stem, head_of(path), ordered)
+    pipeline = Pipeline(name, head, ordered)
     _check(pipeline, where)
     return pipeline
 

@@ -22,6 +22,7 @@ from ...common.errors import CheckFailed, EnvironmentFailure, KvfoldError, UserE
 from ...common.launcher import Command, launch, wait_for_orphan
 from ...common.sources import one_line_errors, quiet, source_kind
 from ...common.status import Stopped
+from ...convert.source import check_source
 from ...eval.report.write import PAGE
 from ...uptrain.launch import spread
 from ...uptrain.recipe import SOURCE
@@ -133,7 +134,7 @@ def _check_stages(pipeline: Pipeline, folder: Path, until: str | None, from_: st
             raise UserError(f"{flag}: the recipe has no stage {stage!r}{did_you_mean(stage, there)}")
     if until and from_ and STAGES.index(until) < STAGES.index(from_):
         raise UserError(f"--until {until} comes before --from {from_}; turn them round")
-    if source_kind(pipeline.model, pipeline.revision) == "folder" and real_path(Path(pipeline.model)).is_relative_to(
+    if check_source(pipeline.model, pipeline.revision) == "folder" and real_path(Path(pipeline.model)).is_relative_to(
         real_path(folder)
     ):
         raise UserError(f"the source {pipeline.model} lies in the folder of the run, {folder}; name another with -o")
@@ -168,6 +169,7 @@ class _Run:
                 self.say(f"{work.name} ({number} of {len(todo)}) was done before")
             else:
                 self.say(f"{work.name} ({number} of {len(todo)}): {work.line}")
+                self._look_again(work, asked)
                 self._do(work, asked)
             reports.append(self._report(work, "done before" if before else "done"))
         self.record.save()  # with what was found to be done, and the hashes that told
@@ -242,13 +244,27 @@ class _Run:
             self.record.commits[name] = config.parent.name  # the Hub cache names a snapshot by its commit
         return self.record.commits[name]
 
-    def _asked(self, work: Work) -> dict[str, Any]:
-        """What the result of a step is a function of."""
-        return {"settings": work.settings, "inputs": {name: self._content(path) for name, path in work.reads.items()}}
+    def _look_again(self, work: Work, asked: dict[str, Any]) -> None:
+        """Refuse to go on from what has changed and kept its time. A step reads its inputs whole, so this costs little.
 
-    def _content(self, path: str) -> str:
+        Raises:
+            UserError: an input has.
+        """
+        if changed := _difference(asked, self._asked(work, anew=True)):
+            self.record.save()  # so that what made it is found to be changed
+            raise UserError(
+                f"{work.stage}: {changed}, and kept its time, as when a disk turns a bit over; --overwrite makes anew "
+                "what this run has made"
+            )
+
+    def _asked(self, work: Work, *, anew: bool = False) -> dict[str, Any]:
+        """What the result of a step is a function of; for `anew` see `Record.content`."""
+        inputs = {name: self._content(path, anew=anew) for name, path in work.reads.items()}
+        return {"settings": work.settings, "inputs": inputs}
+
+    def _content(self, path: str, *, anew: bool = False) -> str:
         commit = self.place.commit if path == self.place.source else None
-        return f"{path}@{commit}" if commit else self.record.content(Path(path))
+        return f"{path}@{commit}" if commit else self.record.content(Path(path), anew=anew)
 
     def _done(self, work: Work, asked: dict[str, Any]) -> bool:
         """Whether a step is done, and may be left alone.

@@ -14,6 +14,7 @@ from kvfold.recipes.tiny import MODEL_DIR
 
 SUBCOMMANDS = [[], ["inspect"], ["convert"], ["convert", "gqa"], ["eval"], ["eval", "ppl"], ["eval", "cache"], ["demo"]]
 SUBCOMMANDS += [["calibrate"], ["verify"], ["check"], ["convert", "mla"], ["convert", "plain"], ["report"]]
+SUBCOMMANDS += [["plan"], ["uptrain"], ["run"], ["publish"], ["recipes", "ls"], ["recipes", "validate"]]
 SUBCOMMANDS += [["eval", each] for each in ("compare", "long", "speed", "flops", "memory", "tasks")]
 
 

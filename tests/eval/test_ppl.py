@@ -159,7 +159,7 @@ def test_a_tokenizer_is_needed(llama, save, text_file):
 
 def test_a_foreign_tokenizer_is_refused(save, text_file):
     small = make_model("llama", vocab_size=100, bos_token_id=1, eos_token_id=2)
-    with pytest.raises(UserError, match="beyond the model's 100 embeddings"):
+    with pytest.raises(UserError, match="beyond the model's vocabulary of 100"):
         perplexity(save(small), text=[text_file])
 
 

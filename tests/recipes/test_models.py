@@ -14,8 +14,8 @@ from kvfold.convert.families import FAMILIES
 from kvfold.convert.gqa import convert_gqa
 from kvfold.convert.mla.convert import convert_mla
 from kvfold.recipes.pipeline.catalogue import RECIPES
-from kvfold.recipes.pipeline.plan import plan_recipe, said
 from kvfold.recipes.pipeline.read import read_pipeline
+from kvfold.recipes.plan.plan import plan, said
 from kvfold.uptrain.launch import CONFIGS
 
 CONFIG_FACTS = Path(__file__).parent / "configs"
@@ -44,7 +44,7 @@ def raw_config(model):
 @cache
 def planned(name):
     sections = read_pipeline(name).sections
-    return plan_recipe(sections, from_raw(raw_config(sections["source"]["model"])))
+    return plan(sections, from_raw(raw_config(sections["source"]["model"])))
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_recipe_says_all_of_its_stages(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_head_says_is_what_is_planned(name):
-    """If this fails, write the lines that `kvfold recipes plan` gives into the recipe's head."""
+    """If this fails, write the lines that `kvfold plan` gives into the recipe's head."""
     head = [line.removeprefix("# ") for line in read_pipeline(name).head.splitlines()]
     training, cache_line = said(planned(name))
     assert f"  kvfold run {name}" in "\n".join(head)
@@ -102,7 +102,7 @@ def test_what_a_head_says_is_what_is_planned(name):
     if read_pipeline(name).sections["source"]["model"] != EMBEDDED:
         assert "Not run here." in head
         assert training in head
-        assert any(line.startswith(f"(kvfold recipes plan {name};") for line in head)
+        assert any(line.startswith(f"(kvfold plan {name};") for line in head)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,10 +110,10 @@ def test_the_plan_is_of_the_model_that_is_meant_and_fits_its_devices(name):
     made = planned(name)
     assert made.source_parameters == PARAMETERS[made.source]
     assert made.fits
-    assert made.layer_steps == round(0.2 * made.steps)
+    assert made.training.layer_steps == round(0.2 * made.training.steps)
     # Where the head wants devices of another size, it says so.
     wanted = re.search(r"GPUs of (\d+) GB", read_pipeline(name).head)
-    assert made.device_bytes < (int(wanted[1]) if wanted else 40) * 1e9
+    assert made.training.device_bytes < (int(wanted[1]) if wanted else 40) * 1e9
 
 
 @pytest.mark.parametrize("name", NAMES)

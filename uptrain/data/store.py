@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from ...common.errors import EnvironmentFailure, UserError
 from ...common.parallel import is_main_process
 from ...common.scoring import UNSCORED
 from ...common.text import HUB, builtin_kinds
-from ...convert.sidefiles import hash_files
+from ...common.typed import kinds_of
+from ...convert.sidefiles import hash_files, is_there
 from .documents import DataSpec, bound_of, marks_of, read_documents, spare_hash, split_sides
 from .packing import FLAGS, IDS, SCORED, START, Encoder, PartWriter, pack
 
@@ -258,24 +259,36 @@ def open_store(folder: Path, *, verify: bool = False) -> Store:
     """
     try:
         table = json.loads((folder / MARKER).read_bytes())
-        hashes = table["hashes"]
+        hashes: dict[str, str] = dict(table["hashes"].items())
+        sides = [tuple(_part(folder, each) for each in table[side]) for side in ("train", "held_out")]
+        digests = table["digest"], table["train_digest"]
     except FileNotFoundError:
         raise UserError(f"{folder} holds no tokens of a run; start the run anew") from None
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise damaged(folder / MARKER) from None
     found = hash_files(folder, hashes, hashing=True) if verify else hashes
     if broken := [name for name in hashes if found.get(name) != hashes[name]]:
         raise damaged(folder / broken[0])
-    sides = []
-    for side in ("train", "held_out"):
-        parts = [Part(base=folder / each.pop("file"), **each) for each in table[side]]
-        for part in parts:
-            for suffix, size in ((IDS, np.dtype(part.dtype).itemsize), (FLAGS, 1))[: 1 + part.flagged]:
-                path = part.base.with_suffix(suffix)
-                if not path.exists() or path.stat().st_size != part.stored * part.window * size:
-                    raise damaged(path)
-        sides.append(tuple(parts))
-    return Store(folder, *sides, table["digest"], table["train_digest"])
+    for part in chain(*sides):
+        for suffix, size in ((IDS, np.dtype(part.dtype).itemsize), (FLAGS, 1))[: 1 + part.flagged]:
+            path = part.base.with_suffix(suffix)
+            if not is_there(path) or path.stat().st_size != part.stored * part.window * size:
+                raise damaged(path)
+    return Store(folder, *sides, *digests)
+
+
+def _part(folder: Path, said: dict[str, Any]) -> Part:
+    """A part as a marker says it.
+
+    Raises:
+        ValueError, TypeError, KeyError: it says something else.
+    """
+    part = Part(base=folder / said["file"], **{name: value for name, value in said.items() if name != "file"})
+    if any(not isinstance(getattr(part, name), kind.of) for name, kind in kinds_of(Part).items()):
+        raise TypeError
+    if part.base.name != said["file"] or np.dtype(part.dtype).kind != "u":
+        raise ValueError
+    return part
 
 
 def _build(folder: Path, spec: DataSpec, encoder: Encoder) -> dict[str, Any]:

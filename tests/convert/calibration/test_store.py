@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvfold.common.errors import EnvironmentFailure, UserError
+from kvfold.convert.calibration.recognise import is_statistics
 from kvfold.convert.calibration.statistics import LayerStatistics
 from kvfold.convert.calibration.store import (
     FORMAT_VERSION,
     About,
     Statistics,
     effective_rank,
-    is_statistics,
     statistics_file,
 )
 from kvfold.convert.headers import read_header

@@ -10,6 +10,7 @@ import pytest
 
 from kvfold.common.errors import CheckFailed, EnvironmentFailure, KvfoldError, UserError
 from kvfold.common.status import Stopped
+from kvfold.convert.headers import pack_header
 from kvfold.recipes.pipeline import run as module
 from kvfold.recipes.pipeline.run import run_recipe
 from kvfold.uptrain import launch
@@ -73,11 +74,15 @@ class Kvfold:
         (Path(folder) / "it").write_text(shlex.join(settings) + recipe)
 
 
+CONFIG = '{"model_type": "llama"}'
+
+
 @pytest.fixture
 def kvfold(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "model/config.json").write_text(CONFIG)
+    (tmp_path / "model/model.safetensors").write_bytes(pack_header([], {}))
     (tmp_path / "text.txt").write_text("text")
     (tmp_path / "r.yaml").write_text(RECIPE.format(source="model", data="text.txt"))
     monkeypatch.setenv("HF_TOKEN", "hf_of_nobody")
@@ -212,12 +217,12 @@ def test_what_changes_no_result_changes_nothing(kvfold, pair):
 
 def test_inputs_are_known_by_their_content(kvfold, tmp_path):
     run_recipe("r.yaml")
-    (tmp_path / "model/config.json").write_text("{}")  # the same again
+    (tmp_path / "model/config.json").write_text(CONFIG)  # the same again
     assert set(states(run_recipe("r.yaml")).values()) == {"done before"}
     (tmp_path / "text.txt").write_text("other")
     with pytest.raises(UserError, match=r"uptrain was .*its input text\.txt is another now"):
         run_recipe("r.yaml")
-    (tmp_path / "model/config.json").write_text("{ }")
+    (tmp_path / "model/config.json").write_text(f"{CONFIG} ")
     with pytest.raises(UserError, match=r"convert was .*its input source is another now"):
         run_recipe("r.yaml")
 
@@ -252,7 +257,7 @@ def test_parts_of_a_run(kvfold, tmp_path):
         run_recipe("r.yaml", from_="eval")
     run_recipe("r.yaml", until="uptrain")
     assert kvfold.log == ["convert", "uptrain"]
-    (tmp_path / "model/config.json").write_text("{ }")  # which only those before would mind
+    (tmp_path / "model/config.json").write_text(f"{CONFIG} ")  # which only those before would mind
     assert list(states(run_recipe("r.yaml", from_="report"))) == ["report"]
     with pytest.raises(UserError, match=r"--from report takes what uptrain made, .*otherwise: steps was 8 and is 9"):
         run_recipe("r.yaml", ["uptrain.steps=9"], from_="report")
