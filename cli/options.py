@@ -103,15 +103,22 @@ class Model(click.ParamType):
             check_cached(value, revision)
 
 
+@dataclass(frozen=True)
 class Text(click.ParamType):
-    """A file, `builtin[:KIND]`, `hub:NAME`, or `none` where that is a choice."""
+    """A file, `builtin[:KIND]`, or `hub:NAME`.
 
-    name = "text"
+    Attributes:
+        or_none: whether `none` is a choice too.
+    """
+
+    name: str = "text"
+    or_none: bool = False
 
     def check(self, value: str, params: Mapping[str, Any], *, first: bool) -> None:
-        from ..common.text import check_text
+        from ..common.text import NO_TEXT, check_text
 
-        check_text(value)
+        if not (self.or_none and value == NO_TEXT):
+            check_text(value)
 
 
 class Statistics(click.Path):
@@ -150,7 +157,7 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print exactly on
 revision = click.option("--revision", help="Branch, tag or commit of a Hub id.")
 source_revision = click.option("--revision", help="Branch, tag or commit of SRC, if it is a Hub id.")
 text = click.option(
-    "--text", type=Text(), multiple=True, required=True, help="A file, builtin, or hub:NAME; may be repeated."
+    "--text", type=Text(), multiple=True, required=True, help="A file, builtin[:KIND], or hub:NAME; may be repeated."
 )
 max_windows = click.option("--max-windows", type=count, help="Use only the first so many windows.")
 batch_size = click.option("--batch-size", type=count, default=1, show_default=True, help="Does not change the result.")
@@ -160,7 +167,7 @@ device = click.option("--device", default="auto", show_default=True, help="Where
 _CALIBRATION = (
     click.option(
         "--calib",
-        type=Text(),
+        type=Text(or_none=True),
         multiple=True,
         metavar="TEXT",
         help="Calibrate on a file, builtin[:KIND], hub:NAME, or none; may be repeated.  [builtin]",

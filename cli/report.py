@@ -34,7 +34,7 @@ _COLUMNS = {
     multiple=True,
     default=("builtin",),
     show_default=True,
-    help="A file, builtin, or hub:NAME.",
+    help="A file, builtin[:KIND], or hub:NAME.",
 )
 @click.option("--window", type=options.count, help="Tokens a window.  [512, or the source's context if smaller]")
 @options.max_windows

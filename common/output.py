@@ -25,7 +25,8 @@ def print_report(report: Any, *, as_json: bool, hide: Sequence[str] = ()) -> Non
         if is_main_process():
             print(without_secrets(json.dumps(data, allow_nan=False)))
         return
-    rows = [(key, _say(key, value)) for key, value in _flat(data).items() if key not in hide]
+    kept = {key: value for key, value in data.items() if key not in hide}
+    rows = [(key, _say(key, value)) for key, value in _flat(kept).items()]
     width = max(len(key) for key, _ in rows)
     print_lines(*(f"{key:<{width}}  {value}" for key, value in rows))
 

@@ -199,7 +199,7 @@ def check_text(name: str) -> None:
     Raises:
         UserError: names it.
     """
-    if name == NO_TEXT or name.startswith(HUB) or builtin_kinds(name):
+    if name.startswith(HUB) or builtin_kinds(name):
         return
     if not name or Path(name).is_dir():
         raise UserError(f"{name or 'an empty name'} is a directory; name its files one by one")

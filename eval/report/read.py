@@ -14,6 +14,7 @@ from .record import FORMAT, FORMAT_VERSION, Report
 from .write import FIGURES
 
 _LARGEST = 64 << 20  # bytes
+_MOST_RESULTS = 100  # whose marks find their places on a chart within seconds
 
 
 def read_report(folder: Path) -> Report:
@@ -41,6 +42,9 @@ def read_report(folder: Path) -> Report:
         raise UserError(f"{path} is broken ({said}); make it again with kvfold report") from None
     if not report.results:
         raise UserError(f"{path} has no results; make it again with kvfold report")
+    if len(report.results) > _MOST_RESULTS:
+        count = len(report.results)
+        raise UserError(f"{path} has {count} results, more than a page can show; make it again with fewer")
     return report
 
 

@@ -180,7 +180,7 @@ def test_file_in_the_place_of_a_folder(tmp_path):
 def test_our_own_fault_is_status_70_with_a_traceback():
     code = (
         "import kvfold.convert.inspect as i; i.inspect_model = lambda *a, **k: 1 / 0; "
-        "import sys; sys.argv = ['kvfold', 'inspect', 'x']; from kvfold.cli import main; main()"
+        "import sys; sys.argv = ['kvfold', 'inspect', 'embedded']; from kvfold.cli import main; main()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 70

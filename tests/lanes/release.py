@@ -1,4 +1,4 @@
-"""What is released: both archives build, say one version, and the wheel passes the demo where nothing else of ours is."""
+"""What is released: both archives build and say one version, and the wheel passes the demo in a venv of its own."""
 
 import os
 import re

@@ -45,9 +45,11 @@ def test_who_needs_accept_license(names, kind):
         ("llama3.3", "Built with Llama", "Llama", "Llama 3.3 is licensed under the Llama 3.3 Community License, "),
         ("llama4", "Built with Llama", "Llama", "Llama 4 is licensed under the Llama 4 Community License, "),
         ("gemma", None, None, "Gemma is provided under and subject to the Gemma Terms of Use found at "),
+        ("qwen", "Built with Qwen", None, "Qwen is licensed under the Qwen LICENSE AGREEMENT, Copyright (c) Alibaba "),
+        ("qwen-research", "Built with Qwen", None, "Qwen is licensed under the Qwen RESEARCH LICENSE AGREEMENT, "),
     ],
 )
-def test_what_llama_and_gemma_ask(name, shown, prefix, notice):
+def test_what_llama_gemma_and_qwen_ask(name, shown, prefix, notice):
     terms = terms_of(name)
     assert (terms.built_with, terms.prefix) == (shown, prefix)
     assert terms.notice.startswith(notice)

@@ -220,3 +220,12 @@ def test_the_head_of_a_card_is_one_table(gqa, tmp_path):
     assert set(found) == {"license", "license_name", "library_name", "pipeline_tag", "tags", "language"}
     assert (found["tags"], found["language"]) == (["kvfold", "kv-cache", "gqa"], ["en"])
     assert found["license_name"].replace("-", "").isalnum()
+
+
+def test_a_report_takes_no_longer_than_any(gqa, tmp_path):
+    folder = write_report(tmp_path / "report", gqa)
+    figures = json.loads((folder / "report.json").read_text())
+    figures["results"] += figures["results"][1:] * 1500
+    (folder / "report.json").write_text(json.dumps(figures))
+    with pytest.raises(UserError, match="has 3003 results, more than a page can show"):
+        publish(gqa, "me/model", report=folder, dry_run=True)

@@ -180,7 +180,9 @@ def test_memory_of_a_recipe():
     assert eighth.activation_bytes == alone.activation_bytes
     taught = replace(RECIPE, teacher="t")
     told = memory(taught, shape, **numbers, teacher_parameters=1000, sharding="fsdp2", processes=2)
-    assert told.teacher_bytes == teacher_bytes(1000, shape, 16, width=2, matches_layers=True) == 2 * (1000 + 16 * 64 * 3)
+    assert (
+        told.teacher_bytes == teacher_bytes(1000, shape, 16, width=2, matches_layers=True) == 2 * (1000 + 16 * 64 * 3)
+    )
     with pytest.raises(UserError, match="does not divide among 3"):
         memory(RECIPE, shape, **numbers, teacher_parameters=0, sharding="ddp", processes=3)
 
