@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ..common.errors import EnvironmentFailure
-from ..common.output import print_report, print_table
+from ..common.output import print_lines, print_report, print_table
 from . import options
 
 _COLUMNS = {
@@ -90,4 +90,4 @@ def plan(
         for stage in planned.results
     ]
     print_table(rows, _COLUMNS, title="stages")
-    print("", *said(planned), *planned.notes, sep="\n")
+    print_lines("", *said(planned), *planned.notes)
