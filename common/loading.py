@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UserError, did_you_mean
-from .sources import add_own_types, first_line, one_line_errors, quiet, read_config, read_raw_config, source_kind
+from .raw_config import read_raw_config
+from .sources import add_own_types, first_line, one_line_errors, quiet, read_config, source_kind
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 DTYPES = ("auto", "checkpoint", *FLOATS)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..common.errors import UserError
-from ..common.sources import one_line_errors, quiet, read_raw_config, source_kind
+from ..common.raw_config import read_raw_config
+from ..common.sources import one_line_errors, quiet, source_kind
 from .checkpoint import Checkpoint
 from .demands import (
     Violation,

@@ -11,7 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..common.sources import add_own_types, quiet, read_config, read_raw_config
+from ..common.raw_config import read_raw_config
+from ..common.sources import add_own_types, quiet, read_config
 from .latent_families import KNOWN
 
 # The attributes that decide which tensors there are and how large they are. Any other one that config.json does

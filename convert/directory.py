@@ -14,7 +14,7 @@ from ..common.atomic import check_output, check_room, output_directory, real_pat
 from ..common.errors import UserError
 from ..common.kvcache import attention_kind, kv_bytes_per_token, kv_elements
 from ..common.progress import Progress
-from ..common.sources import read_json
+from ..common.raw_config import read_json
 from .checkpoint import INDEX
 from .headers import FLOATS, ITEM_BYTES, main_dtype
 from .sidefiles import RECORD, copy_side_files, hash_files

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..common.sources import check_most, one_line_errors, quiet
+from ..common.raw_config import check_most
+from ..common.sources import one_line_errors, quiet
 from .gguf_header import read_gguf_headers
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..common.errors import UserError
-from ..common.sources import MOST_LAYERS
+from ..common.raw_config import MOST_LAYERS
 from .headers import TensorInfo
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)

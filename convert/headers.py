@@ -17,7 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 from ..common.errors import UserError
-from ..common.sources import Twice, read_json, unique
+from ..common.raw_config import Twice, read_json, unique
 from ..common.typed import quoted
 
 # Name in the header -> bytes per element.

@@ -12,7 +12,8 @@ from typing import Literal
 from ..common.atomic import check_room, scratch_folder
 from ..common.embedded import last_part
 from ..common.errors import UserError
-from ..common.sources import one_line_errors, quiet, read_raw_config, source_kind
+from ..common.raw_config import read_raw_config
+from ..common.sources import one_line_errors, quiet, source_kind
 from .checkpoint import Checkpoint, check_headers
 from .config import StoredConfig
 from .families import Family

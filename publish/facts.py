@@ -12,7 +12,7 @@ from typing import Any
 
 from ..common.atomic import real_path
 from ..common.errors import UserError
-from ..common.sources import read_json, read_raw_config
+from ..common.raw_config import read_json, read_raw_config
 from ..common.text import HUB
 from ..convert.check import CheckReport, check
 from ..convert.checkpoint import Checkpoint

@@ -20,7 +20,8 @@ from ...common.kvcache import (
 from ...common.loading import DTYPES, load_model, resolve_device
 from ...common.parallel import is_main_process
 from ...common.progress import Progress, Stages, silent
-from ...common.sources import check_there, first_line, read_raw_config
+from ...common.raw_config import read_raw_config
+from ...common.sources import check_there, first_line
 from ...common.text import BUILTIN
 from ...common.windows import batches, split_windows
 from ..cache import CacheReport, measure_cache

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.errors import UserError
-from ...common.sources import read_json
+from ...common.raw_config import read_json
 from ...convert.directory import RECORD, records
 from ...uptrain.history import NAME, read_history
 from .record import HeldOut, Uptraining

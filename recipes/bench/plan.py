@@ -142,6 +142,8 @@ def measured(model: Path, case: Case, folder: Path) -> int:
     out, text = folder / "out", folder / "text.txt"
     text.write_text("\n\n".join(f" {letter}" * 500 for letter in string.ascii_letters))
     paths = {"SRC": model, "OUT": out, "STATS": model.with_suffix(f".{_STATS}"), "TEXT": text}
+    if case.stage == "calibrate":
+        paths["STATS"].unlink(missing_ok=True)  # or those that are there are used as they are
     words = []
     for word in case.words.split():
         key, equals, value = word.partition("=")

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from ... import __version__
 from ...common.atomic import output_file
 from ...common.errors import UserError
-from ...common.sources import read_json
+from ...common.raw_config import read_json
 from ...common.typed import MOST
 from ...convert.sidefiles import hash_files
 
