@@ -22,8 +22,19 @@ _COUNTS = frozenset(
 # What a config may say once, or for each layer, and must be a finite number above 0.
 _POSITIVE = frozenset(
     {"intermediate_size", "max_position_embeddings", "n_positions", "factor", "partial_rotary_factor", "rope_theta"}
+    | {"long_factor", "short_factor"}
     | {"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon"}
 )
+# What must be of a type where it is said; everything that reads a config takes that for granted.
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function", "rope_type", "type"), (str,)),
+    **dict.fromkeys(("dtype", "torch_dtype"), (str,)),
+    **dict.fromkeys(("layer_types", "long_factor", "short_factor"), (list,)),
+    **dict.fromkeys(("quantization_config", "text_config"), (dict,)),
+    **dict.fromkeys(("attn_implementation", "_attn_implementation", "experts_implementation"), (str, dict)),
+    "sliding_window": (int,),
+}
+_SAID = {str: "a name", list: "a list", dict: "a table", int: "a whole number"}
 _ROPE = ("rope_parameters", "rope_scaling")  # tables of numbers, or such a table for each type of layers
 MOST_LAYERS = 10_000
 # What lists are made of, here and in transformers, and more of it than any model has.
@@ -95,7 +106,12 @@ def read_raw_config(folder: Path) -> dict[str, Any]:
     _check_kernels(folder / "config.json", raw)
     for part in (raw, raw.get("text_config")):  # the latter of a model that sees or hears as well
         if isinstance(part, dict):
+            _check_types(folder / "config.json", part)
             _check_positive(folder / "config.json", part)
+            pad, vocabulary = part.get("pad_token_id"), part.get("vocab_size")
+            if type(pad) is int and type(vocabulary) is int and pad >= vocabulary:
+                said = f"{folder / 'config.json'} says pad_token_id = {quoted(pad)}"
+                raise UserError(f"{said}, beyond its vocab_size of {quoted(vocabulary)}; mend either")
             _check_rope(folder / "config.json", part)
     return raw
 
@@ -142,6 +158,18 @@ def _check_kernels(path: Path, raw: dict[str, Any]) -> None:
                     raise UserError(f"{path} says {name} = {quoted(value)}, which is code on the Hub; remove it")
 
 
+def _check_types(path: Path, table: dict[str, Any], inside: str = "") -> None:
+    """Refuse what is not of the type that it must have.
+
+    Raises:
+        UserError: names it.
+    """
+    for name in sorted(_TYPES.keys() & table.keys()):
+        if table[name] is not None and type(table[name]) not in _TYPES[name]:
+            wanted = " or ".join(_SAID[kind] for kind in _TYPES[name])
+            raise UserError(f"{path} says {name} = {quoted(table[name])}{inside}; it must be {wanted}")
+
+
 def _check_positive(path: Path, table: dict[str, Any], inside: str = "") -> None:
     """Refuse what would make figures of a model NaN, or be read by transformers as something else.
 
@@ -171,4 +199,5 @@ def _check_rope(path: Path, table: dict[str, Any]) -> None:
         for part in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
             if part is not parameters and any(isinstance(value, dict) for value in part.values()):
                 raise UserError(f"{path}: {name} is nested deeper than any is; copy it again from its source")
+            _check_types(path, part, f" in {name}")
             _check_positive(path, part, f" in {name}")

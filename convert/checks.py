@@ -171,7 +171,8 @@ def check_latent(source: Source, form: str) -> None:
     Raises:
         UserError: says what is in the way, and what else can be done.
     """
-    if reason := obstacle(source.config) or latent_obstacle(source.family, source.config.full):
+    full = getattr(source.config, "full", source.config)  # of a plan, there is nothing but the whole config
+    if reason := obstacle(source.config) or latent_obstacle(source.family, full):
         raise UserError(f"{source.name} cannot be converted to MLA: {reason}")
     if form != "plain" and source.family.latent != "stock":
         raise UserError(

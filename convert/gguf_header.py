@@ -110,6 +110,9 @@ def _tensors(walk: _Walk, shard: str) -> list[TensorInfo]:
     for key, value in numbers.items():
         if key.endswith(".block_count") and value > MOST_LAYERS:
             raise ValueError(f"it says {key} = {value}, more than any model has")
+    for needed in ("block_count", "embedding_length"):  # or transformers takes those of the family's largest model
+        if not any(key.endswith(f".{needed}") for key in numbers):
+            raise ValueError(f"it says no {needed}")
     rows = [_row(walk) for _ in range(count)]
     base = walk.file.tell() + -walk.file.tell() % alignment
     found = {row[0]: _info(*row, base, walk.size, shard) for row in rows}

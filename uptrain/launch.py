@@ -139,6 +139,8 @@ def spread(
     settings = None if accelerate is None else read_settings(accelerate)
     asked = _asked(recipe, num_processes)
     gpus = 0 if _wants_cpu(recipe, settings) else _count_gpus()
+    if not gpus and recipe.device.startswith("cuda"):
+        raise UserError(f"device {recipe.device!r} is not available here; try device=cpu, or leave device out")
     processes = _count_processes(recipe, settings, asked, gpus)
     if processes > 1 and settings is None and gpus:
         settings = read_settings("ddp")

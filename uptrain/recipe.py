@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -21,6 +22,7 @@ from ..common.typed import (
     check_sane,
     kinds_of,
     plain_key,
+    quoted,
     read_table,
     split_pair,
     typed,
@@ -40,6 +42,7 @@ CHOICES = {
 # accelerate's own list; it can be asked only with torch at hand.
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
 
+_DEVICE = re.compile(r"auto|(cpu|cuda|mps|xpu|npu|hpu)(:\d+)?")
 _SHARE: Rule = (lambda x: 0 <= x <= 1, "between 0 and 1")
 _BELOW_1: Rule = (lambda x: 0 <= x < 1, "at least 0 and below 1")
 _PART: Rule = (lambda x: 0 < x <= 1, "more than 0 and at most 1")
@@ -369,6 +372,9 @@ def _check_paths(recipe: Recipe) -> None:
     for name in ("model", "out", "device"):
         if not getattr(recipe, name).strip():
             raise UserError(f"{name} is empty; is a shell variable unset?")
+    if not _DEVICE.fullmatch(recipe.device):
+        known = "auto, cpu, or as torch names one: cuda, cuda:1, mps"
+        raise UserError(f"device is {quoted(recipe.device)}; it must be {known}")
     if Path(recipe.out).name in ("", ".."):
         raise UserError(f"out {recipe.out} has no name of its own; give the directory to write")
     out, folder = Path(recipe.out).resolve(), recipe.run_folder.resolve()

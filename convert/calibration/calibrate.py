@@ -17,6 +17,7 @@ from ...common.errors import EnvironmentFailure, UserError
 from ...common.loading import load_tokenizer, resolve_device
 from ...common.parallel import Workers, is_main_process
 from ...common.progress import Stages, silent
+from ...common.sources import one_line_errors
 from ...common.text import text_name
 from ..checkpoint import torch_dtype
 from ..checks import account, latent_obstacle, obstacle
@@ -119,7 +120,8 @@ class Runner:
         if any(promise.weight.rule == "untied" for promise in self.promised.values()):
             config = deepcopy(config)  # a head that is stored counts, whatever the config says; so in transformers
             config.tie_word_embeddings = False
-        return LayeredModel(config, family.layers, read, dtype=dtype or self.dtype, device=self.device)
+        with one_line_errors(self.source.name):  # what a config says is only known when a model is made of it
+            return LayeredModel(config, family.layers, read, dtype=dtype or self.dtype, device=self.device)
 
     def about(self, windows: Windows) -> About:
         return About(

@@ -9,6 +9,7 @@ from typing import Any
 from ...common.errors import UserError
 from ...uptrain.launch import read_settings
 
+MOST_DEVICES = 4096
 MACHINE_DEVICES = 8  # devices of one machine, where more are asked for than a config says machines for
 UTILIZATION = 0.4
 DISK_BYTES_PER_SECOND = 1e9  # that conversion reads and writes
@@ -102,6 +103,12 @@ def machine_of(
 
 def _check(**numbers: float | None) -> None:
     for name, number in numbers.items():
-        flag, most = f"--{name.replace('_', '-')}", 1.0 if name == "utilization" else math.inf
-        if number is not None and not (math.isfinite(number) and 0 < number <= most):
-            raise UserError(f"{flag} is {number:g}; it must be more than 0{' and at most 1' * (most == 1.0)}")
+        least, most = _BOUNDS.get(name, (0.0, math.inf))
+        if number is not None and not (math.isfinite(number) and number > 0 and least <= number <= most):
+            least_said = f"at least {least:g}" if least else "more than 0"
+            most_said = f" and at most {most:g}" if most < math.inf else ""
+            raise UserError(f"--{name.replace('_', '-')} is {number:g}; it must be {least_said}{most_said}")
+
+
+# Of options, what can be divided by, and what the ways to train are made for.
+_BOUNDS = {"utilization": (1e-4, 1.0), "device_flops": (1e6, math.inf), "devices": (1, MOST_DEVICES)}

@@ -11,10 +11,12 @@ from typing import Any
 
 from ...common.errors import UserError
 from ...common.kvcache import ELEMENT_BYTES
+from ...convert.checks import check_convertible, check_latent, check_method, obstacle
 from ...convert.demands import violations
 from ...convert.families import FAMILIES, Family, Promise, Sizes
 from ...convert.latent_families import DEEPSEEK, KNOWN, PREFIX
 from ...convert.latent_form import HeadSizes, engine_shape
+from ...convert.merge.methods import find_method
 from ...convert.mla.budget import Choice, Room, choices
 from ...convert.rotary import rotary_of
 from ...eval.shape import Shape, shape_of
@@ -43,29 +45,29 @@ class Planned:
 
 def source_of(config: Any) -> Planned:
     """What the recipe begins with."""
-    if config.model_type not in KNOWN:
-        raise UserError(f"kvfold has no table of {config.model_type} models; known: {', '.join(sorted(FAMILIES))}")
-    row = KNOWN[config.model_type]
+    if reason := obstacle(config):
+        raise UserError(f"a {config.model_type} model cannot be converted: {reason}")
+    row = FAMILIES[config.model_type]
     return Planned(config, row, _tensors(row, config), shape_of(config, {}))
 
 
 def result_of(config: Any, convert: Mapping[str, Any]) -> Planned:
     """What the conversion makes, in the form that is trained."""
     source, config = source_of(config), deepcopy(config)
+    asked = SimpleNamespace(name=f"a {config.model_type} model", family=source.row, config=source.config)
     if convert.get("to") == "gqa":
         if (kv_heads := convert.get("kv_heads")) is None:
             raise UserError("the section convert says no kv_heads; write kv_heads: 1, or another number")
-        groups = Sizes(config)["G"]
-        if kv_heads < 1 or groups % kv_heads:
-            raise UserError(f"{groups} KV heads cannot form {kv_heads} groups; change kv_heads")
+        check_convertible(asked, kv_heads)
+        method = convert.get("method") or "svd"
+        check_method(asked, method, find_method(method))
         row, shape = FAMILIES[source.row.becomes or source.row.name], {"num_key_value_heads": kv_heads}
         config.num_key_value_heads = kv_heads
         return Planned(config, row, _tensors(row, config, kv_heads), shape_of(source.config, shape))
     if convert.get("to") != "mla":
         raise UserError(f"the section convert says to: {convert.get('to')}; it must be gqa or mla")
-    row = KNOWN.get(PREFIX + config.model_type)
-    if row is None:
-        raise UserError(f"{config.model_type} has no latent form; convert it to: gqa")
+    check_latent(asked, convert.get("form") or "deepseek_v3")
+    row = KNOWN[PREFIX + config.model_type]
     choice = _choice(source, convert)
     sizes = {"kv_lora_rank": choice.kv_rank, "qk_rope_head_dim": choice.rope_dim}
     d = Sizes(config)["d"]

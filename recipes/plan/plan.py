@@ -16,7 +16,7 @@ from ...common.kvcache import ELEMENT_BYTES
 from ...uptrain.recipe import SOURCE, Recipe
 from .machine import UTILIZATION, Machine, machine_of
 from .models import Planned, cached_numbers, dtype_of, elements, result_of, source_of, written_elements
-from .stages import StagePlan, Work, calibrate_stage, convert_stage, refine_stage
+from .stages import StagePlan, Work, calibrate_stage, convert_stage, refine_stage, shortage
 from .training import TrainingPlan
 from .ways import find_way
 
@@ -172,10 +172,7 @@ def _teacher(recipe: Recipe, source: str, of_source: Planned, config: Any | None
 
 def _shortage(stage: StagePlan, machine: Machine) -> str:
     """What a stage lacks."""
-    if stage.device_bytes > machine.memory_bytes:
-        return f"{stage.stage} takes {_gb(stage.device_bytes)} of a device, which has {_gb(machine.memory_bytes)}"
-    assert machine.host_bytes is not None
-    return f"{stage.stage} takes {_gb(stage.host_bytes)} of a machine's memory, which has {_gb(machine.host_bytes)}"
+    return f"{stage.stage} takes {shortage(stage, machine)}"
 
 
 def _gb(count: int) -> str:

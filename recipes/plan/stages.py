@@ -134,20 +134,28 @@ class Work:
         """Bytes that a layer keeps of one window for its backward pass."""
         return self.window * layer_bytes(activations_of(self.before.config), width=width, norms=False, mlp=False)
 
-    def fits(self, held: forms.Held, processes: int) -> bool:
-        host = held.host * min(processes, MACHINE_DEVICES)
-        enough = self.machine.host_bytes is None or host <= self.machine.host_bytes
-        return held.device <= self.machine.memory_bytes and enough
-
     def row(
         self, stage: str, held: forms.Held, *, processes: int = 1, seconds: float, how: tuple[str, ...] = ()
     ) -> StagePlan:
-        """A row of the plan. On a CPU device and host are one."""
-        here = min(processes, MACHINE_DEVICES)
-        device, host = (held.device + held.host, 0) if self.machine.on_cpu else (held.device, held.host)
-        held = forms.Held(device, host, held.disk)
-        host_bytes = here * (device if self.machine.on_cpu else host)
-        return StagePlan(stage, processes, device, host_bytes, held.disk, seconds, self.fits(held, processes), how)
+        """A row of the plan. On a CPU device and host are one memory, which all processes of a machine share."""
+        here, machine = min(processes, MACHINE_DEVICES), self.machine
+        device = held.device + (held.host if machine.on_cpu else 0)
+        host = here * (device if machine.on_cpu else held.host)
+        fits = (host if machine.on_cpu else device) <= machine.memory_bytes
+        fits = fits and (machine.host_bytes is None or host <= machine.host_bytes)
+        return StagePlan(stage, processes, device, host, held.disk, seconds, fits, how)
+
+
+def shortage(row: StagePlan, machine: Machine) -> str:
+    """What a stage that does not fit takes, and what there is of it."""
+    if row.device_bytes > machine.memory_bytes:
+        return f"{_gb(row.device_bytes)} of a device, which has {_gb(machine.memory_bytes)}"
+    there = machine.memory_bytes if machine.host_bytes is None else machine.host_bytes
+    return f"{_gb(row.host_bytes)} of a machine's memory, which has {_gb(there)}"
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 10**8 else f"{count / 1e6:.1f} MB"
 
 
 def calibrate_stage(work: Work) -> StagePlan:

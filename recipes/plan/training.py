@@ -197,8 +197,9 @@ def trained_parameters(row: Family, promises: Mapping[str, Promise], train: str,
         if promise.weight.template.startswith(row.layers)
         and any(HEAD_TERMS.intersection(axis) for axis in promise.weight.shape)
     }
-    attention = [p for p in promises.values() if p.template.partition("}.")[2].partition(".")[0] in inside]
-    others = [p for p in promises.values() if p not in attention]
+    attention, others = [], []
+    for p in promises.values():
+        (attention if p.template.partition("}.")[2].partition(".")[0] in inside else others).append(p)
     norms = [p for p in others if "norm" in p.name or ".ln_" in p.name]
     chosen = {"attention": [], "attention+norms": norms, "all": others}[train]
     if not lora_rank:

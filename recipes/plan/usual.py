@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...common.errors import UserError
-from ...convert.families import Sizes
+from ...convert.checks import channel_obstacle, kv_head_choices, latent_obstacle
+from ...convert.families import FAMILIES, Sizes
 from ...uptrain.recipe import SOURCE, Recipe
 from ..pipeline.keys import NEEDED
 from ..pipeline.read import Pipeline, assemble
+from .models import source_of
 
 _SHARE = 4  # of the cache one part in so many is kept
 _TOKENS = 10**9  # of the uptraining
@@ -30,6 +32,8 @@ def usual_pipeline(
     Raises:
         UserError: see `read_pipeline`; or there is but one head, and no word of a latent.
     """
+    decoder = config.get_text_config(decoder=True)
+    row = source_of(decoder).row
     said = {name.replace("-", "_"): value for name, _, value in (pair.partition("=") for pair in overrides)}
     to = said.get("convert.to", "gqa")
     table: dict[str, dict[str, str]] = {
@@ -39,7 +43,9 @@ def usual_pipeline(
     }
     if to in NEEDED and not any(f"convert.{key}" in said for key in NEEDED[to]):
         key, size = _SIZES[to]
-        table["convert"][key] = str(size(config.get_text_config(decoder=True)))
+        table["convert"][key] = str(size(decoder))
+    if to == "gqa" and "convert.method" not in said and channel_obstacle(row, decoder):
+        table["convert"]["method"] = "mean"
     if not any(f"uptrain.{key}" in said for key in ("tokens", "steps", "alpha")):
         table["uptrain"]["tokens"] = str(_TOKENS)
     return assemble(table, overrides, name=model)
@@ -54,8 +60,11 @@ def _fewer(config: Any) -> int:
     """A divisor of the number of KV heads, a quarter of them at most, and at least one."""
     heads = Sizes(config)["G"]
     if heads == 1:
-        raise UserError("it has one KV head already, which cannot be fewer; plan a latent with convert.to=mla")
-    return max(count for count in range(1, max(1, heads // _SHARE) + 1) if heads % count == 0)
+        row = FAMILIES[config.model_type]
+        way = "" if latent_obstacle(row, config) else "; plan a latent with convert.to=mla"
+        raise UserError(f"a {row.name} model with one KV head cannot have fewer{way}")
+    choices = kv_head_choices(config, FAMILIES[config.model_type])
+    return max(count for count in choices if count <= max(1, heads // _SHARE))
 
 
 # By what a model is converted to: the key of the result's size, and what it is of a config.

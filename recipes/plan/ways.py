@@ -8,12 +8,10 @@ from typing import Any
 
 from ...convert import plan as forms
 from ...uptrain.recipe import Recipe
-from .machine import MACHINE_DEVICES, Machine
+from .machine import MACHINE_DEVICES, MOST_DEVICES, Machine
 from .models import Planned
-from .stages import StagePlan, Work
+from .stages import StagePlan, Work, shortage
 from .training import TrainingPlan, plan_training
-
-_MOST_DEVICES = 4096
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class Way:
     accelerate: str
     gradient_checkpointing: bool
     least: int = 1
-    most: int = _MOST_DEVICES
+    most: int = MOST_DEVICES
 
 
 # The fastest first: what every device holds whole is not sent about, and what is kept is not computed again.
@@ -76,9 +74,16 @@ def find_way(
     made, row = next((one for one in tried if one[1].fits), tried[-1])
     if row.fits:
         return made, row, []
+    lacks = f"uptrain on {made.processes} devices takes {shortage(row, machine)}"
+    if row.device_bytes <= machine.memory_bytes:
+        return (
+            made,
+            row,
+            [f"{lacks}; each process begins with the whole model there, so fewer devices a machine need less"],
+        )
     if machine.on_cpu or "accelerate" in said:
-        return made, row, [_too_large(made, row, machine)]
-    return made, row, [f"{_too_large(made, row, machine)}; {_enough(recipe, said, machine, planned)}"]
+        return made, row, [lacks]
+    return made, row, [f"{lacks}; {_enough(recipe, said, machine, planned)}"]
 
 
 def _variants(recipe: Recipe, said: Mapping[str, Any], devices: int) -> Iterator[Recipe]:
@@ -112,18 +117,10 @@ def _row(made: TrainingPlan, work: Work, result_bytes: int, how: tuple[str, ...]
     return work.row("uptrain", held, processes=made.processes, seconds=made.seconds, how=how)
 
 
-def _too_large(made: TrainingPlan, row: StagePlan, machine: Machine) -> str:
-    if row.device_bytes > machine.memory_bytes:
-        lacking, there = row.device_bytes, f"a device, which has {machine.memory_bytes / 1e9:.1f} GB"
-    else:
-        lacking, there = row.host_bytes, f"a machine's memory, which has {(machine.host_bytes or 0) / 1e9:.1f} GB"
-    return f"uptrain on {made.processes} devices takes {lacking / 1e9:.1f} GB of {there}"
-
-
 def _enough(recipe: Recipe, said: Mapping[str, Any], machine: Machine, planned: Any) -> str:
     """The fewest devices, doubled from those that there are, that some way fits."""
     devices = 2 * (machine.devices or recipe.processes or 1)
-    while devices <= _MOST_DEVICES:
+    while devices <= MOST_DEVICES:
         wider = replace(machine, devices=devices)
         spread = replace(recipe, batch_size=-(-recipe.batch_size // devices) * devices)
         if any(planned(one, wider, ())[1].fits for one in _variants(spread, said, devices)):

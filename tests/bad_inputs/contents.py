@@ -40,6 +40,9 @@ CHECKPOINTS = [
     Case("its own code", config(model_type="evil", auto_map={"AutoConfig": "evil.Config"}), INSPECT, "brings its own code", "stock transformers models only"),
     Case("no head count", config(num_attention_heads=...), GQA, "number of attention heads", "mend it, or fetch it again"),
     Case("no hidden size", config(hidden_size=...), GQA, "the config says [2048, 4096]", "mend it, or fetch both again"),
+    Case("an unknown activation", config(hidden_act="zelu"), f"{GQA} --calib text.txt --no-calib-builtin", "zelu", "mend it, or fetch it again"),
+    Case("an unknown RoPE", config(rope_parameters={"rope_type": "magic", "rope_theta": 1e4}), f"{GQA} --calib text.txt --no-calib-builtin", "magic", "mend it, or fetch it again"),
+    Case("GGUF without sizes", put("m.gguf", b"GGUF" + struct.pack("<IQQ", 3, 0, 0)), "convert gqa m.gguf out --kv-heads 1", "says no block_count", "fetch it again"),
     Case("GGUF that is cut off", put("m.gguf", b"GGUF" + struct.pack("<IQQ", 3, 1, 1)), "inspect m.gguf", "m.gguf", "fetch"),
 ]  # fmt: skip
 

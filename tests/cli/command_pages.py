@@ -27,6 +27,7 @@ def contexts() -> dict[str, click.Context]:
         # Both widths, or click would hold the page to 80 columns, or to those of a terminal.
         widths = {"terminal_width": COLUMNS, "max_content_width": COLUMNS}
         context = click.Context(command, parent, info_name=name, **widths, **command.context_settings)
+        command._help_option = None  # click keeps that of whoever asked first, whose parent may have been another
         found[context.command_path] = context
         for sub, inner in getattr(command, "commands", {}).items():
             walk(inner, sub, context)

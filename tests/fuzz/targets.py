@@ -158,8 +158,9 @@ def _gguf_seeds() -> list[bytes]:
     for name, dims in rows.items():
         infos += text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, 0, at)
         at += 4 * torch.Size(dims).numel()
+    small = number("llama.block_count", 1) + number("llama.embedding_length", 8)
     head = b"GGUF" + struct.pack("<IQQ", 3, len(rows), len(pairs)) + b"".join(pairs) + infos
-    return [head + bytes(-len(head) % 32 + at), b"GGUF" + struct.pack("<IQQ", 3, 0, 0)]
+    return [head + bytes(-len(head) % 32 + at), b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + small]
 
 
 # Configs.

@@ -55,7 +55,7 @@ def test_pairs_alone_and_the_last_one_wins():
         ("a.txt", "data", ("a.txt",)),
         ("[a.txt, '12']", "data", ("a.txt", "12")),
         ("[]", "eval_text", ()),
-        ("'null'", "device", "null"),
+        ("'null'", "run_dir", "null"),
     ],
 )
 def test_a_value_is_what_its_field_takes(tmp_path, written, field, value):

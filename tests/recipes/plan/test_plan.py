@@ -158,13 +158,15 @@ def test_the_usual_pipeline():
     assert usual_pipeline("model", big(), ["convert.to=mla"]).sections["convert"] == {"to": "mla", "kv_ratio": 0.25}
     mine = usual_pipeline("model", big(), ["convert.kv-heads=4", "uptrain.steps=10"]).sections
     assert mine["convert"]["kv_heads"] == 4 and "tokens" not in mine["uptrain"]
-    with pytest.raises(UserError, match="it has one KV head already"):
+    with pytest.raises(UserError, match="a llama model with one KV head cannot have fewer; plan a latent"):
         usual_pipeline("model", big(num_key_value_heads=1))
 
 
 def test_a_cpu_is_one_memory():
     made = planned(EMBEDDED, "uptrain.device=cpu")
-    assert made.device == "cpu"
+    assert made.device == "cpu" and made.fits
+    assert not planned(EMBEDDED, "uptrain.device=cpu", host_memory=1e8).fits
+    assert not planned(EMBEDDED, "uptrain.device=cpu", devices=8, memory=1e9).fits
     assert all(row.device_bytes == row.host_bytes > forms.TORCH for row in made.results)
     assert torch.tensor([row.seconds for row in made.results]).gt(0).all()
     assert len(said(made)) == 2
@@ -176,3 +178,39 @@ def test_json_is_plain(capsys):
     made = planned(big(), devices=8)
     text = json.dumps(asdict(made), allow_nan=False)
     assert json.loads(text)["training"]["processes"] == 8
+
+
+def test_a_plan_is_refused_where_the_conversion_would_be():
+    from transformers import GPT2Config, MistralConfig, Qwen3Config
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 4}
+    qwen = Qwen3Config(**sizes)
+    assert usual_pipeline("m", qwen).sections["convert"]["method"] == "mean"
+    with pytest.raises(UserError, match="svd mixes channels, which qwen3's QK-norm"):
+        planned(qwen, "convert.method=svd")
+    with pytest.raises(UserError, match="sliding window of 16 tokens"):
+        planned(MistralConfig(**sizes, sliding_window=16), "convert.to=mla")
+    gpt2 = GPT2Config(n_embd=64, n_head=8, n_layer=2)
+    assert usual_pipeline("m", gpt2).sections["convert"]["kv_heads"] == 1
+    with pytest.raises(UserError, match="2 KV heads are not possible: a gpt_bigcode model holds one KV head or all"):
+        planned(gpt2, "convert.kv_heads=2")
+
+
+def test_what_is_latent_already_cannot_be_planned():
+    from transformers import DeepseekV3Config
+
+    with pytest.raises(UserError, match="a deepseek_v3 model cannot be converted: its attention is MLA already"):
+        planned(DeepseekV3Config())
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"devices": 4097}, "--devices is 4097; it must be at least 1 and at most 4096"),
+        ({"device_flops": 1e-300}, "--device-flops is 1e-300; it must be at least 1e"),
+        ({"utilization": 5e-324}, "--utilization is"),
+    ],
+)
+def test_numbers_that_nothing_can_be_divided_by(knobs, said):
+    with pytest.raises(UserError, match=said):
+        planned(big(), **knobs)
