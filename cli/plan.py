@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
 
-from ..common.errors import EnvironmentFailure
+from ..common.errors import EnvironmentFailure, UserError
 from ..common.output import print_lines, print_report, print_table
 from . import options
 
@@ -23,7 +24,6 @@ _COLUMNS = {
     "with": "how",
 }
 
-
 class _Source(options.Model):
     """A model, of which the config is enough, or a recipe."""
 
@@ -34,6 +34,17 @@ class _Source(options.Model):
             super().check(value, params, first=first)
 
 
+class _Folder(click.Path):
+    """A directory with a config.json."""
+
+    def check(self, value: str, params: Mapping[str, Any], *, first: bool) -> None:
+        from ..convert.source import check_source
+
+        if not Path(value).is_dir():
+            raise UserError(f"--config {value} is no directory; give the one that config.json is in")
+        check_source(value, weights=False)
+
+
 @click.command(cls=options.Command)
 @click.argument("src", type=_Source(weights=False))
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
@@ -42,7 +53,7 @@ class _Source(options.Model):
 @click.option("--host-memory", type=options.Size(), help="Of one machine's own memory.  [unlimited]")
 @click.option("--device-flops", type=float, help="Its peak, a second.  [312e12, an A100; 2e11 for a CPU]")
 @click.option("--utilization", type=float, default=0.4, show_default=True, help="The share of it that is reached.")
-@click.option("--config", metavar="DIR", help="A folder with SRC's config.json, if SRC is elsewhere.")
+@click.option("--config", type=_Folder(), metavar="DIR", help="A folder with SRC's config.json, if SRC is elsewhere.")
 @options.source_revision
 @options.as_json
 def plan(

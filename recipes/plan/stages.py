@@ -210,11 +210,10 @@ def refine_stage(work: Work) -> StagePlan:
     knobs = RefineKnobs(work.convert["refine"], **(REFINING if work.method == "latent" else {}))
     passes = work.convert.get("refine_passes") or knobs.passes
     tokens, processes = knobs.windows * work.window, min(machine.devices or 1, knobs.windows)
-    inside = {name for name, one in work.after.promises.items() if one.slots.get("layer") == 0}
     attention = sum(
         math.prod(one.shape)
         for name, one in work.after.promises.items()
-        if (name in inside and ".self_attn." in name) or (".attn." in name and name in inside)
+        if one.slots.get("layer") == 0 and (".self_attn." in name or ".attn." in name)
     )
     held = forms.refinement(
         extent,

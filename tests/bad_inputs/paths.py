@@ -77,6 +77,7 @@ PATHS = [
     Case("demo into a folder that is there", whole, "demo --out src", "src exists", "choose another"),
     Case("a text that is a folder", whole, "eval ppl src --text other", "other is a directory", "name its files"),
     Case("a text that is not there", whole, "verify src other --text no.txt", "no.txt does not exist", "give a path"),
+    Case("a folder of a config that is not there", whole, "plan nobody/here --config no", "--config no is no directory", "config.json is in"),
     Case("no text where one is needed", whole, "eval ppl src --text none", "text none does not exist", "give a path"),
     Case("a text to calibrate on that is not there", whole, f"{GQA} --calib no.txt", "no.txt does not exist", "give a path"),
     Case("a text to calibrate on that is not there, calibrate", whole, f"{CALIBRATE} --calib no.txt", "no.txt does not exist", "give a path"),
