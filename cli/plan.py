@@ -24,6 +24,7 @@ _COLUMNS = {
     "with": "how",
 }
 
+
 class _Source(options.Model):
     """A model, of which the config is enough, or a recipe."""
 
