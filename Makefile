@@ -1,7 +1,7 @@
 # The environment that every target uses; made by `make setup`, which the others call when they need it.
 VENV ?= .venv
 PYTHON ?= python3
-# A CPU build is small and enough for tests and demo. On a GPU machine: make setup TORCH=torch
+# Enough for tests and demo. pip takes a CPU build where it is given an index of those; otherwise: make setup TORCH=torch
 TORCH ?= torch==2.13.0
 JOBS ?= 2
 

@@ -102,4 +102,5 @@ def plan(
         for stage in planned.results
     ]
     print_table(rows, _COLUMNS, title="stages")
-    print_lines("", *said(planned), *planned.notes)
+    alone = ["The uptraining alone, without what its processes take before it:"] if planned.training else []
+    print_lines("", *alone, *said(planned), *planned.notes)

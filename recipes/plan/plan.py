@@ -129,7 +129,8 @@ def plan(
         training, row, more = find_way(recipe, uptrain, after, teacher, work, result_bytes)
         stages.append(row)
         notes += more
-    notes += [_shortage(stage, machine) for stage in stages if not stage.fits and stage.stage != "uptrain"]
+    # What an uptraining lacks comes last, as it says what would do.
+    notes[:0] = [_shortage(stage, machine) for stage in stages if not stage.fits and stage.stage != "uptrain"]
     numbers, cached = before.shape.kv_elements(), cached_numbers(after, convert)
     parameters = elements(before.promises.values())
     return Plan(

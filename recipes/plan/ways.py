@@ -74,7 +74,7 @@ def find_way(
     made, row = next((one for one in tried if one[1].fits), tried[-1])
     if row.fits:
         return made, row, []
-    lacks = f"uptrain on {made.processes} devices takes {shortage(row, machine)}"
+    lacks = f"uptrain on {made.processes} device{'s' * (made.processes > 1)} takes {shortage(row, machine)}"
     if row.device_bytes <= machine.memory_bytes:
         return (
             made,
