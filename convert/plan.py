@@ -17,7 +17,7 @@ TORCH = 155_000_000
 TRANSFORMERS = 300_000_000
 HIDDEN_LIMIT = 1 << 30  # of hidden states in memory, see `calibration.hidden`; beyond it they go to the disk
 _THREADS = 2  # that write a checkpoint
-_FP64 = 8
+FP64 = 8  # bytes of an element of all sums and factors
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,22 @@ class Extent:
     @property
     def inputs_moment(self) -> int:
         """A."""
-        return _FP64 * (self.hidden + 1) ** 2
+        return FP64 * (self.hidden + 1) ** 2
 
     @property
     def keys_moment(self) -> int:
         """B."""
-        return _FP64 * self.keys**2
+        return FP64 * self.keys**2
 
     @property
     def rows(self) -> int:
         """C."""
-        return _FP64 * self.keys * (self.hidden + 1)
+        return FP64 * self.keys * (self.hidden + 1)
 
     @property
     def query_rows(self) -> int:
         """W."""
-        return _FP64 * self.queries * (self.hidden + 1)
+        return FP64 * self.queries * (self.hidden + 1)
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def statistics_bytes(extent: Extent, *, fisher: bool) -> int:
 
 
 def calibration(
-    extent: Extent, *, tokens: int, window: int, width: int, offload: bool, fisher: bool, activations: int, logits: int
+    extent: Extent, *, tokens: int, width: int, offload: bool, fisher: bool, activations: int, logits: int
 ) -> Held:
     """Of `kvfold calibrate`.
 
@@ -103,14 +103,13 @@ def calibration(
 
     Args:
         tokens: of all windows.
-        window: tokens that are run at a time.
         width: bytes of an element of the computation's dtype.
         activations: bytes that one layer keeps of a window for its backward pass.
         logits: bytes of a chunk of logits and what is made of them.
     """
     segment = 1 if offload else extent.layers
     widest = max(extent.hidden + 1, (2 if extent.still else 1) * extent.keys if fisher else 0)
-    adding = (4 + _FP64) * widest**2
+    adding = (4 + FP64) * widest**2
     # A graph of every layer, with the still keys beside the others, and what one layer's backward pass makes of it.
     graph = activations * (segment * (1.5 if extent.still else 1) + 1) if fisher else activations
     device = int(

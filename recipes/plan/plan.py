@@ -14,7 +14,7 @@ from ...common.embedded import named_model
 from ...common.errors import UserError
 from ...common.kvcache import ELEMENT_BYTES
 from ...uptrain.recipe import SOURCE, Recipe
-from .machine import UTILIZATION, Machine, machine_of
+from .machine import UTILIZATION, machine_of
 from .models import Planned, cached_numbers, dtype_of, elements, result_of, source_of, written_elements
 from .stages import StagePlan, Work, calibrate_stage, convert_stage, refine_stage, shortage
 from .training import TrainingPlan
@@ -130,7 +130,11 @@ def plan(
         stages.append(row)
         notes += more
     # What an uptraining lacks comes last, as it says what would do.
-    notes[:0] = [_shortage(stage, machine) for stage in stages if not stage.fits and stage.stage != "uptrain"]
+    notes[:0] = [
+        f"{stage.stage} takes {shortage(stage, machine)}"
+        for stage in stages
+        if not stage.fits and stage.stage != "uptrain"
+    ]
     numbers, cached = before.shape.kv_elements(), cached_numbers(after, convert)
     parameters = elements(before.promises.values())
     return Plan(
@@ -169,11 +173,6 @@ def _teacher(recipe: Recipe, source: str, of_source: Planned, config: Any | None
     if config is None:
         raise UserError(f"the teacher {recipe.teacher} is not the source, and nothing is known of it; give its config")
     return source_of(config.get_text_config(decoder=True))
-
-
-def _shortage(stage: StagePlan, machine: Machine) -> str:
-    """What a stage lacks."""
-    return f"{stage.stage} takes {shortage(stage, machine)}"
 
 
 def _gb(count: int) -> str:

@@ -149,12 +149,12 @@ class Work:
 def shortage(row: StagePlan, machine: Machine) -> str:
     """What a stage that does not fit takes, and what there is of it."""
     if row.device_bytes > machine.memory_bytes:
-        return f"{_gb(row.device_bytes)} of a device, which has {_gb(machine.memory_bytes)}"
+        return f"{_size(row.device_bytes)} of a device, which has {_size(machine.memory_bytes)}"
     there = machine.memory_bytes if machine.host_bytes is None else machine.host_bytes
-    return f"{_gb(row.host_bytes)} of a machine's memory, which has {_gb(there)}"
+    return f"{_size(row.host_bytes)} of a machine's memory, which has {_size(there)}"
 
 
-def _gb(count: int) -> str:
+def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 10**8 else f"{count / 1e6:.1f} MB"
 
 
@@ -166,14 +166,12 @@ def calibrate_stage(work: Work) -> StagePlan:
     windows, fisher = asked.get("calib_windows", CalibText.windows), not asked.get("no_fisher", False)
     tokens, processes = windows * work.window, min(machine.devices or 1, windows)
     share = -(-windows // processes) * work.window
-    moments = (extent.hidden + 1) ** 2 * (2 if fisher else 1)
-    moments += extent.keys**2 * ((4 if extent.still else 1) + 1) * fisher
+    moments = forms.sums_bytes(extent, fisher=fisher) // forms.FP64  # elements of all sums of a layer
     rows = []
     for offload in (True,) if asked.get("offload") else (False, True):
         held = forms.calibration(
             extent,
             tokens=share,
-            window=work.window * asked.get("batch_size", asked.get("calib_batch_size", 1)),
             width=work.width,
             offload=offload,
             fisher=fisher,
